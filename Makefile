@@ -1,0 +1,32 @@
+# `make` alone lists the targets.
+VENV := .venv
+PY := $(VENV)/bin/python
+# xdist and torch would otherwise fight over the cores.
+TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-all lint clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+setup: $(VENV)/.installed ## create .venv with pinned dependencies and oelm itself
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: setup lint ## lint, types and the quick tests
+	$(TEST) -m "not slow"
+
+test-all: setup lint ## the same with the heavy proofs (killed processes, DDP, torch.compile)
+	$(TEST)
+
+lint: setup ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean: ## remove the environment and caches (runs and data stay)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,98 @@
+"""The command line: verbs only. Heavy imports stay inside the verbs, so that --help answers at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="oelm", help="Freeze attention, and know exactly what it cost.", no_args_is_help=True,
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+Format = Annotated[str, typer.Option("-f", "--format", help="text or json", metavar="FORMAT")]
+Words = Annotated[list[str] | None, typer.Argument(help="settings, e.g. method.gain=2", metavar="[KEY=VALUE]...")]
+
+
+def examples(*lines: str) -> str:
+    return "Examples:\n\n" + "\n\n".join(f"  {line}" for line in lines)
+
+
+@app.command("ls", epilog=examples("oelm ls", "oelm ls -f json"))
+def list_everything(form: Format = "text") -> None:
+    """List the arms, frame kinds and model presets."""
+    from .method.arms import ALIASES, ARMS
+    from .method.frames import KINDS
+    from .models.build import FROM_CONFIG
+    from .models.gpt import PRESETS
+
+    arms = {}
+    for name, arm in ARMS.items():
+        aliases = [alias for alias, target in ALIASES.items() if target == name]
+        arms[name] = _describe_arm(arm.init, arm.freeze) + (f" (alias {', '.join(aliases)})" if aliases else "")
+    shape = "{n_layer} layers, {d_model} wide, {n_head} heads, context {context}"
+    listing = {
+        "arms": arms,
+        "frame kinds": KINDS,
+        "model presets": {name: shape.format(**preset) for name, preset in PRESETS.items()},
+        "known without the hub": {name: f"architecture {kind}" for name, (kind, _) in FROM_CONFIG.items()},
+    }
+    if _is_json(form):
+        print(json.dumps(listing, indent=2))
+        return
+    for title, entries in listing.items():
+        print(f"{title}")
+        for name, text in entries.items():
+            print(f"  {name:<26}{text}")
+
+
+@app.command(
+    epilog=examples("oelm inspect bert-base-uncased method=oelm --labels 3", "oelm inspect llama method=oelm-q -f json")
+)
+def inspect(
+    model: Annotated[str, typer.Argument(help="preset, Hugging Face name, local folder or architecture")],
+    words: Words = None,
+    labels: Annotated[int | None, typer.Option(help="classes of a classification head", min=1)] = None,
+    context: Annotated[int | None, typer.Option(help="tokens per sequence for the FLOP ceiling", min=1)] = None,
+    form: Format = "text",
+) -> None:
+    """Dry surgery: which projections, how many parameters, how orthonormal, what it can save. Trains nothing."""
+    json_wanted = _is_json(form)
+    from .config import load_config
+    from .inspection import inspect_model
+
+    words = words or []
+    outside = [word for word in words if not word.startswith("method")]
+    if outside:
+        raise ValueError(f"{outside[0]}: inspect takes method=... and method.<field>=... only")
+    result = inspect_model(model, load_config(None, words).method, labels, context)
+    print(json.dumps(result.to_dict(), indent=2) if json_wanted else result)
+
+
+def _describe_arm(init: object, freeze: object) -> str:
+    kinds = "q {q}, k {k}".format(**init) if isinstance(init, dict) else str(init)
+    roles = " and ".join(freeze) if isinstance(freeze, tuple) and freeze else "nothing"
+    return f"{kinds}; {roles} frozen"
+
+
+def _is_json(form: str) -> bool:
+    if form not in ("text", "json"):
+        raise ValueError(f"--format: unknown {form!r}; choose text or json")
+    return form == "json"
+
+
+def main() -> NoReturn:
+    """Runs a verb; what a user can mend is one line on stderr and exit code 1."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"oelm: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("oelm: interrupted", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)

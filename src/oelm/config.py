@@ -1,0 +1,232 @@
+"""RunConfig: one run, as YAML and key=value words. Each field, its default and its meaning live here only.
+
+Precedence: the defaults below, then the file, then the words. A section may be shortened to its main field:
+`method: oelm` means `method: {arm: oelm}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+if TYPE_CHECKING:
+    from .method.arms import OelmConfig
+
+
+class Section(BaseModel):
+    """A part of a config: unknown keys are errors, values are fixed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """Which model. Shape fields left out come from the preset; they apply to our GPT only."""
+
+    name: str = "small"  # a preset of ours, a Hugging Face name, or a folder with config.json
+    n_layer: int | None = Field(None, gt=0)
+    n_head: int | None = Field(None, gt=0)
+    d_model: int | None = Field(None, gt=0)
+    d_ff: int | None = Field(None, gt=0)
+    context: int | None = Field(None, gt=0)
+    vocab_size: int | None = Field(None, gt=0)  # default: the tokenizer's
+    positions: Literal["learned", "rotary", "relative"] | None = None
+    qk_norm: bool | None = None
+    bias: bool | None = None
+
+
+class MethodConfig(Section):
+    """Which arm, and single fields of OelmConfig replaced (see oelm.method.arms for their meaning)."""
+
+    arm: str = "oelm"
+    init: str | dict[str, str] | None = None
+    gain: float | dict[str, float] | None = None
+    offset: float | dict[str, float] | None = None
+    freeze: str | list[str] | None = None
+    bias: str | None = None
+    layers_to_transform: int | list[int] | str | None = None
+    target_modules: str | list[str] | dict[str, str] | None = None
+    exclude_modules: str | list[str] | None = None
+    seed: int | None = None  # of the frames; default: init_seed
+
+    def oelm(self, init_seed: int) -> OelmConfig:
+        from .method.arms import OelmConfig  # here, so that reading a config needs no torch
+
+        changes = self.model_dump(exclude={"arm"}, exclude_none=True)
+        try:
+            return OelmConfig.arm(self.arm, **{"seed": init_seed, **changes})
+        except ValueError as error:
+            prefix = "" if str(error).startswith("method") else "method."
+            raise ValueError(f"{prefix}{error}") from None
+
+
+class DataConfig(Section):
+    """Which text, cut how."""
+
+    corpus: str = "stdlib"  # a name from `oelm ls`, or files: a path, a folder or a glob
+    revision: str | None = None  # of a hub corpus; default: the pinned one
+    tokenizer: str = "bpe:4096"  # gpt2, bpe:<size> (trained on the corpus), bytes, or a path
+    val_fraction: float = Field(0.01, gt=0, lt=1)  # of the documents, where the corpus has no validation split
+
+
+class TrainConfig(Section):
+    """How to train."""
+
+    max_steps: int = Field(1000, ge=1)
+    max_tokens: int | None = Field(None, ge=1)  # ends earlier, at a whole step
+    max_time: float | None = Field(None, gt=0)  # seconds of training, evaluation and checkpoints not counted
+    batch_size: int = Field(16, ge=1)  # sequences per step, over all processes together
+    accumulate: int = Field(1, ge=1)  # cut the batch into this many micro-batches
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the layers, AdamW for the rest
+    lr: float = Field(1e-3, gt=0)
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)  # the cosine's floor, as a share of lr
+    warmup_steps: int = Field(100, ge=0)
+    weight_decay: float = Field(0.1, ge=0)  # on matrices only
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float | None = Field(1.0, gt=0)
+    layer_lr_decay: float = Field(1.0, gt=0, le=1)  # each layer below the top learns at this share of the one above
+    eval_every: int = Field(200, ge=1)
+    eval_tokens: int | None = Field(100_000, ge=1)  # of the validation split; null: all of it
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"accumulate: {self.accumulate} micro-batches do not divide batch_size={self.batch_size}")
+        if self.warmup_steps >= self.max_steps:
+            raise ValueError(f"warmup_steps: {self.warmup_steps} must be less than max_steps={self.max_steps}")
+        return self
+
+
+class SystemConfig(Section):
+    """What changes the speed, the place or the noise on screen, never the numbers: not part of a run's id."""
+
+    data_dir: str = "data"  # prepared tokens live below it
+    runs_dir: str = "runs"  # run folders live below it, unless `out` names one
+    threads: int | None = Field(None, ge=1)  # CPU threads; default: all cores
+    workers: int | None = Field(None, ge=1)  # processes that tokenise; default: all cores
+    compile: bool = False
+    checkpoint_every: int | None = Field(None, ge=1)  # steps; default: at every evaluation
+    checkpoint_seconds: float | None = Field(None, gt=0)
+    log_every: int = Field(10, ge=1)
+    trackers: list[str] = []  # tensorboard, wandb, mlflow, ...: any of Accelerate's
+
+
+class RunConfig(Section):
+    """One run."""
+
+    name: str = "run"
+    model: ModelConfig = ModelConfig()
+    method: MethodConfig = MethodConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    init_seed: int = Field(0, ge=0)
+    data_seed: int = Field(0, ge=0)
+    out: str | None = None  # the run folder; default: runs_dir/<name>-<id>
+    system: SystemConfig = SystemConfig()
+
+    def science(self) -> dict[str, Any]:
+        """What decides the numbers: all but the name, the folder and the system section."""
+        return self.model_dump(mode="json", exclude={"name", "out", "system"})
+
+    @property
+    def id(self) -> str:
+        """A hash of the content: the same run has the same id on every machine."""
+        text = json.dumps(self.science(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out) if self.out else Path(self.system.runs_dir) / f"{self.name}-{self.id}"
+
+
+MAIN_FIELD = {"model": "name", "method": "arm", "data": "corpus"}
+
+
+def load_config(path: Path | None = None, words: Iterable[str] = ()) -> RunConfig:
+    """A RunConfig from an optional YAML file and key=value words."""
+    raw = read_yaml(path) if path else {}
+    for word in words:
+        set_word(raw, word)
+    return parse_config(raw, str(path) if path else "")
+
+
+def parse_config(raw: dict[str, Any], source: str = "") -> RunConfig:
+    try:
+        return RunConfig.model_validate(_expand(raw))
+    except ValidationError as error:
+        raise ValueError(_one_line(error, source)) from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such config file")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict | None):
+        raise ValueError(f"{path}: must hold a mapping of keys, not {type(raw).__name__}")
+    return raw or {}
+
+
+def set_word(raw: dict[str, Any], word: str) -> None:
+    """Applies one `a.b=value` word to a raw config; the value is read as YAML."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise ValueError(f"{word}: not of the form key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{word}: the value is not readable as YAML") from None
+    *sections, last = key.split(".")
+    place = raw
+    for section in sections:
+        inner = place.setdefault(section, {})
+        if isinstance(inner, str) and section in MAIN_FIELD:
+            inner = place[section] = {MAIN_FIELD[section]: inner}
+        if not isinstance(inner, dict):
+            raise ValueError(f"{key}: {section} is a value, not a section")
+        place = inner
+    if not sections and isinstance(place.get(last), dict) and isinstance(value, str) and last in MAIN_FIELD:
+        place[last][MAIN_FIELD[last]] = value  # `method=oelm` keeps the section's other fields
+    else:
+        place[last] = value
+
+
+def _expand(raw: dict[str, Any]) -> dict[str, Any]:
+    return {k: {MAIN_FIELD[k]: v} if isinstance(v, str) and k in MAIN_FIELD else v for k, v in raw.items()}
+
+
+def _one_line(error: ValidationError, source: str) -> str:
+    """The first problem, in the user's own spelling."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    where = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        near = get_close_matches(path[-1], _keys_at(path[:-1]), n=1)
+        hint = (
+            f"did you mean {'.'.join([*path[:-1], near[0]])!r}?" if near else f"known: {', '.join(_keys_at(path[:-1]))}"
+        )
+        message = f"{where}: unknown key; {hint}"
+    else:
+        given = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
+        text = first["msg"].removeprefix("Value error, ")
+        message = f"{where}: {text[0].lower() + text[1:]}{given}"
+    return f"{source}: {message}" if source else message
+
+
+def _keys_at(path: list[str]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for part in path:
+        annotation = section.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return list(section.model_fields)

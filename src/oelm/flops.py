@@ -1,0 +1,84 @@
+"""FLOPs per token by phase: the ceiling of what a freeze can save, printed beside every measured speed-up.
+
+A weight of n entries costs 2n FLOPs per token forward, 2n for the gradient of its input and 2n for its own
+gradient. Freezing removes the last; a frozen identity frame is read instead of multiplied and removes all three.
+Scores and their weighted sum cost 4 * rows * context per layer and token forward, twice that backward
+(kernels that skip the masked half do less, so the true ceiling of a causal model is a little higher).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .method.fused import SplitRows
+from .method.leaves import Slice
+from .method.projections import find_projections, is_linear
+
+_PER_SEQUENCE = re.compile(r"(^|\.)(pooler|pre_classifier|classifier|classification_head|score)(\.|$)")
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs per token; `saved` is what freezing took away from the three phases."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    saved: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.input_gradient + self.weight_gradient
+
+    @property
+    def ceiling(self) -> float:
+        """The largest share of a training step's arithmetic that the freeze can save."""
+        return self.saved / (self.total + self.saved)
+
+
+def count_flops(model: nn.Module, context: int) -> Flops:
+    """Counts the matrix products of one training step, per token, at `context` tokens per sequence.
+
+    Works before and after surgery: what is frozen, and what is a mere slice, is read off the model.
+    """
+    report: Any = getattr(model, "oelm_report", None)
+    targets = (report.config.target_modules, report.config.exclude_modules) if report else (None, None)
+    attention = find_projections(model, *targets)
+    shared = _uses_per_layer(model, len({p.attention for p in attention}))
+    container = attention[0].attention.partition(".0")[0]  # where the layers live
+    scores = sum(4.0 * p.rows * context * shared for p in attention if p.role == "q")
+
+    forward = weight_gradient = saved = 0.0
+    for path, module in model.named_modules():
+        uses = shared if path.startswith(container) else 1 / context if _PER_SEQUENCE.search(path) else 1
+        for name in _product_weights(module):
+            weight = getattr(module, name)
+            products = 2.0 * weight.numel() * uses
+            if isinstance(module, Slice):
+                saved += 3 * products
+                continue
+            forward += products
+            weight_gradient += products if weight.requires_grad else 0
+            saved += 0 if weight.requires_grad else products
+    return Flops(forward + scores, forward + 2 * scores, weight_gradient, saved)
+
+
+def _product_weights(module: nn.Module) -> list[str]:
+    """Names of the module's own weights that multiply every token."""
+    if isinstance(module, SplitRows):
+        return ["frozen_weight", "trained_weight"]
+    if isinstance(module, nn.MultiheadAttention):
+        return [
+            name for name in module._parameters if name.endswith("proj_weight") and getattr(module, name) is not None
+        ]
+    return ["weight"] if is_linear(module) or isinstance(module, nn.Conv2d) else []
+
+
+def _uses_per_layer(model: nn.Module, distinct: int) -> float:
+    """How often a token passes through each distinct layer: more than once only where layers are shared."""
+    config: Any = getattr(model, "config", None)
+    return config.num_hidden_layers / distinct if getattr(config, "model_type", "") == "albert" else 1

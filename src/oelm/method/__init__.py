@@ -1,0 +1,1 @@
+"""The idea itself: frames for query/key projections, frozen. Needs torch alone."""

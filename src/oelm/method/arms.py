@@ -1,0 +1,112 @@
+"""What can be asked for: OelmConfig, and the arms of the study by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from .frames import KINDS
+from .projections import Targets
+
+ROLES = ("q", "k")
+
+
+@dataclass(frozen=True)
+class OelmConfig:
+    """What to do to the query and key projections. A field marked * takes one value, or {"q": ..., "k": ...}."""
+
+    init: str | Mapping[str, str] = "headwise"  # * frame kind, see frames.KINDS
+    gain: float | Mapping[str, float] = 1.0  # * singular value of every head's frame
+    offset: float | Mapping[str, float] = 0.0  # * identity frames: shift by this fraction of the width
+    freeze: str | Sequence[str] = ("q", "k")  # roles that take no gradient; () trains both
+    bias: str = "zero"  # biases of replaced projections: "zero" or "keep"; frozen with their weight either way
+    layers_to_transform: int | Sequence[int] | str | None = None  # also "all but the last 2", "every 2nd"
+    target_modules: Targets | None = None  # as in PEFT; a mapping names unknown modules (see projections.py)
+    exclude_modules: str | Sequence[str] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "freeze", tuple(self.freeze))
+        for name in ("init", "gain", "offset"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping) and set(value) != set(ROLES):
+                raise ValueError(f"{name}: give one value, or both q and k; got {', '.join(value) or 'nothing'}")
+        for role in ROLES:
+            one_of("init", self.role("init", role), KINDS)
+            gain, offset = self.role("gain", role), self.role("offset", role)
+            if not (_is_real(gain) and gain > 0):
+                raise ValueError(f"gain: must be a positive number, got {gain!r}")
+            if not (_is_real(offset) and 0 <= offset < 1):
+                raise ValueError(f"offset: must be a fraction of the width, 0 <= offset < 1, got {offset!r}")
+        if self.role("init", "q") == "tied":
+            raise ValueError('init: "tied" gives the key its query\'s frame; use {"q": "headwise", "k": "tied"}')
+        if self.role("init", "k") == "tied" and self.role("init", "q") != "headwise":
+            raise ValueError('init: a tied key needs a headwise query, {"q": "headwise", "k": "tied"}')
+        for role in self.freeze:
+            one_of("freeze", role, ROLES)
+        one_of("bias", self.bias, ("zero", "keep"))
+        if isinstance(self.layers_to_transform, str):
+            layer_rule(self.layers_to_transform)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed: must be an integer, got {self.seed!r}")
+
+    def role(self, name: str, role: str) -> Any:
+        """A starred field's value for one role."""
+        value = getattr(self, name)
+        return value[role] if isinstance(value, Mapping) else value
+
+    @classmethod
+    def arm(cls, name: str, **overrides: Any) -> OelmConfig:
+        """A named arm (see ARMS), with single fields replaced."""
+        name = ALIASES.get(name, name)
+        one_of("method", name, ARMS)
+        known = [f.name for f in fields(cls)]
+        for key in overrides:
+            one_of("method", key, known)
+        return replace(ARMS[name], **overrides)
+
+
+def layer_rule(text: str) -> tuple[str, int]:
+    """('all but the last' or 'every', n) from the words a user writes."""
+    match = re.fullmatch(r"(all but the last|every)\s+(\d+)(?:st|nd|rd|th|-th)?", text.strip())
+    if not match or int(match[2]) < 1:
+        raise ValueError(
+            f'layers_to_transform: {text!r} is neither a list of layers, "all but the last n" nor "every n-th"'
+        )
+    return match[1], int(match[2])
+
+
+def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Raises unless `value` is allowed, naming the nearest spelling."""
+    names = list(allowed)
+    if value in names:
+        return
+    near = get_close_matches(str(value), names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(names)}"
+    raise ValueError(f"{name}: unknown {value!r}; {hint}")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# The study's arms, its ablations, and the controls it lacked.
+ARMS: dict[str, OelmConfig] = {
+    "baseline": OelmConfig(init="keep", freeze=()),
+    "oelm": OelmConfig(),
+    "oelm-random": OelmConfig(init="normal"),
+    "oelm-matched": OelmConfig(init="gaussian"),
+    "oelm-global": OelmConfig(init="global"),
+    "oelm-tied": OelmConfig(init={"q": "headwise", "k": "tied"}),
+    "oelm-trainable": OelmConfig(freeze=()),
+    "oelm-q": OelmConfig(init={"q": "headwise", "k": "keep"}, freeze="q"),
+    "oelm-k": OelmConfig(init={"q": "keep", "k": "headwise"}, freeze="k"),
+    "oelm-identity-q": OelmConfig(init={"q": "identity", "k": "keep"}, freeze="q"),
+    "oelm-slices": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}),
+    "oelm-keep": OelmConfig(init="keep"),
+}
+ALIASES = {"oelm_v2": "oelm", "oelm_random": "oelm-random"}

@@ -1,0 +1,108 @@
+"""What a query or key projection is: which rows of which weight, read and written in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Part(NamedTuple):
+    role: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a weight's output rows are laid out: `groups` repetitions of the parts, in order."""
+
+    groups: int
+    parts: tuple[Part, ...]
+    transposed: bool = False  # Conv1D keeps its weight as (d_in, rows)
+
+    @property
+    def fused(self) -> bool:
+        return len(self.parts) > 1
+
+    @property
+    def rows_per_group(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    def grouped(self, tensor: Tensor) -> Tensor:
+        """A weight or bias as a view (groups, rows_per_group, ...)."""
+        rows_first = tensor.T if self.transposed and tensor.dim() == 2 else tensor
+        return rows_first.unflatten(0, (self.groups, self.rows_per_group))
+
+    def part(self, tensor: Tensor, role: str) -> Tensor:
+        """The rows of one role as a view (groups, rows, ...)."""
+        start = 0
+        for part in self.parts:
+            if part.role == role:
+                return self.grouped(tensor).narrow(1, start, part.rows)
+            start += part.rows
+        raise KeyError(role)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One head-wise query or key projection and where its weight lives."""
+
+    name: str  # of the weight in the state dict; several projections share it when fused
+    bias: str | None
+    layer: int
+    stack: str  # "" unless the model has several kinds of attention ("encoder", "decoder", "cross")
+    role: str  # "q" or "k"
+    heads: int
+    head_dim: int
+    d_in: int
+    group: int  # query heads per head of this projection
+    layout: Layout
+    bias_layout: Layout
+
+    @property
+    def key(self) -> str:
+        """A name unique to this projection, also when the weight is fused."""
+        return f"{self.name}[{self.role}]" if self.layout.fused else self.name
+
+    @property
+    def module(self) -> str:
+        """The module that owns the weight."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def attention(self) -> str:
+        """The attention module: the owner itself for fused weights, else the owner's parent."""
+        owner_is_linear = self.name.endswith(".weight") or self.name == "weight"
+        return self.module.rpartition(".")[0] if owner_is_linear else self.module
+
+    @property
+    def rows(self) -> int:
+        return self.heads * self.head_dim
+
+    def weight(self, model: nn.Module) -> Tensor:
+        """The (rows, d_in) weight of this projection; a view where the layout allows one."""
+        return self.layout.part(_tensor(model, self.name), self.role).flatten(0, 1)
+
+    def bias_values(self, model: nn.Module) -> Tensor | None:
+        return self.bias_layout.part(_tensor(model, self.bias), self.role).flatten() if self.bias else None
+
+    @torch.no_grad()
+    def write(self, model: nn.Module, frame: Tensor) -> None:
+        target = self.layout.part(_tensor(model, self.name), self.role)
+        target.copy_(frame.reshape(target.shape))
+
+    @torch.no_grad()
+    def zero_bias(self, model: nn.Module) -> None:
+        if self.bias:
+            self.bias_layout.part(_tensor(model, self.bias), self.role).zero_()
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    owner_name, _, attribute = name.rpartition(".")
+    owner: Any = model.get_submodule(owner_name)
+    # A split module holds the tensor in pieces and hands out the whole (see fused.py).
+    tensor = owner.whole(attribute) if hasattr(owner, "whole") else getattr(owner, attribute)
+    assert isinstance(tensor, Tensor)
+    return tensor

@@ -1,0 +1,71 @@
+"""Leaf modules that surgery puts in place of a linear layer, as subclasses of that layer's own class."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Projection
+
+
+class Leaf:
+    """Mixed into a linear layer's class. The dynamic class pickles and deep-copies by its two parents."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        mixin, base = type(self).__bases__
+        return _blank, (mixin, base), self.__dict__
+
+
+def become(module: nn.Module, mixin: type) -> None:
+    """Turns `module` into an instance of mixin + its own class, in place."""
+    base: Any = type(module)
+    module.__class__ = _combined(mixin, base)
+
+
+@cache
+def _combined(mixin: Any, base: Any) -> Any:
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
+
+
+def _blank(mixin: type, base: type) -> object:
+    cls = _combined(mixin, base)
+    return cls.__new__(cls)
+
+
+class Slice(Leaf):
+    """A frozen identity frame reads coordinates of its input: the product is skipped, the weight stays."""
+
+    weight: Tensor
+    bias: Tensor | None
+    oelm_runs: list[tuple[int, int]]
+    oelm_gain: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):  # what a matrix product would have returned
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        pieces = [x.narrow(-1, start, length) for start, length in self.oelm_runs]
+        y = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        if self.oelm_gain != 1.0:
+            y = y * self.oelm_gain
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def slice_identity(linear: nn.Module, projection: Projection, gain: float, offset: int) -> None:
+    """Replaces the product of a frozen identity projection (see frames.py) by reading its coordinates."""
+    d_in, head_dim = projection.d_in, projection.head_dim
+    reads = [
+        (head * projection.group * head_dim + offset + i) % d_in
+        for head in range(projection.heads)
+        for i in range(head_dim)
+    ]
+    runs: list[tuple[int, int]] = []
+    for coordinate in reads:
+        if runs and sum(runs[-1]) == coordinate:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((coordinate, 1))
+    become(linear, Slice)
+    linear.oelm_runs, linear.oelm_gain = runs, gain  # type: ignore[assignment]

@@ -1,0 +1,234 @@
+"""WHAT: gives query/key projections their frames and freezes them, in place, and reports what was done."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .arms import OelmConfig, layer_rule
+from .frames import ORTHONORMAL, make_frame, orthogonality_error
+from .fused import split
+from .layout import Projection
+from .leaves import slice_identity
+from .projections import find_projections, layers_by_stack
+
+
+@dataclass(frozen=True)
+class Row:
+    """One projection in the report."""
+
+    projection: Projection
+    kind: str
+    gain: float
+    frozen: bool
+    orthogonality_error: float
+
+
+@dataclass(frozen=True)
+class OelmReport:
+    """What surgery did. `fingerprints` is the proof: the sha256 of every frozen tensor's bytes."""
+
+    config: OelmConfig
+    total: int
+    trainable: int
+    projections: tuple[Row, ...]
+    fingerprints: dict[str, str] = field(repr=False)
+
+    @property
+    def frozen(self) -> int:
+        return self.total - self.trainable
+
+    @property
+    def orthogonality_error(self) -> float | None:
+        """The worst deviation among the frames that promise orthonormality; None when there are none."""
+        errors = [r.orthogonality_error for r in self.projections if r.kind in ORTHONORMAL]
+        return max(errors) if errors and not any(map(math.isnan, errors)) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        rows = [
+            {
+                "name": r.projection.key,
+                "stack": r.projection.stack,
+                "layer": r.projection.layer,
+                "role": r.projection.role,
+                "heads": r.projection.heads,
+                "head_dim": r.projection.head_dim,
+                "d_in": r.projection.d_in,
+                "fused": r.projection.layout.fused,
+                "init": r.kind,
+                "gain": r.gain,
+                "frozen": r.frozen,
+                "orthogonality_error": None if math.isnan(r.orthogonality_error) else r.orthogonality_error,
+            }
+            for r in self.projections
+        ]
+        return {
+            "config": asdict(self.config), "total": self.total, "trainable": self.trainable,
+            "frozen": self.frozen, "orthogonality_error": self.orthogonality_error,
+            "projections": rows, "fingerprints": dict(self.fingerprints),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        groups: dict[tuple, list[Row]] = {}
+        for row in self.projections:
+            p = row.projection
+            shape = f"{p.heads} x {p.head_dim} of {p.d_in}" + (" fused" if p.layout.fused else "")
+            groups.setdefault((p.stack, p.role, shape, row.kind, row.gain, row.frozen), []).append(row)
+        lines = [("layers", "role", "heads", "init", "gain", "state", "orthogonality")]
+        for (stack, role, shape, kind, gain, frozen), rows in groups.items():
+            worst = max(row.orthogonality_error for row in rows)
+            shown = f"{worst:.1e}" if kind in ORTHONORMAL and not math.isnan(worst) else "-"
+            state = "frozen" if frozen else "trained"
+            numbers = _ranges([row.projection.layer for row in rows])
+            lines.append((f"{stack} {numbers}".strip(), role, shape, kind, f"{gain:g}", state, shown))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        share = self.frozen / self.total
+        counts = f"{self.total:,} parameters: {self.trainable:,} trained, {self.frozen:,} frozen ({share:.1%})"
+        return "\n".join([*table, counts])
+
+
+def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
+    """Gives the model's query/key projections their frames and freezes them, in place.
+
+    Call it after building (or loading) the model and before making the optimizer. `config` may be the
+    name of an arm. Nothing is changed when it raises.
+    """
+    config = OelmConfig.arm(config) if isinstance(config, str) else config
+    chosen = _choose(model, config)
+    for projection in chosen:
+        _check_tensor(model, projection)
+    for projection in chosen:
+        if config.role("init", projection.role) != "keep":
+            projection.write(model, _frame(projection, config))
+            if config.bias == "zero":
+                projection.zero_bias(model)
+    return _freeze_and_report(model, chosen, config)
+
+
+def dry_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
+    """The surgery's structure and counts on a model without weights (meta device): no frames, no fingerprints."""
+    config = OelmConfig.arm(config) if isinstance(config, str) else config
+    return _freeze_and_report(model, _choose(model, config), config)
+
+
+def _choose(model: nn.Module, config: OelmConfig) -> list[Projection]:
+    if getattr(model, "oelm_report", None) is not None:
+        raise ValueError("model: OELM was applied to it already; build the model anew and apply once")
+    return _choose_layers(find_projections(model, config.target_modules, config.exclude_modules), config)
+
+
+def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> OelmReport:
+    _freeze(model, chosen, config)
+    rows = []
+    for p in chosen:
+        weight, gain = p.weight(model), config.role("gain", p.role)
+        error = math.nan if weight.is_meta else orthogonality_error(weight, p.heads, gain)
+        rows.append(Row(p, config.role("init", p.role), gain, p.role in config.freeze, error))
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    report = OelmReport(
+        config=config,
+        total=sum(n for n, _ in counts),
+        trainable=sum(n for n, trained in counts if trained),
+        projections=tuple(rows),
+        fingerprints={} if weight.is_meta else fingerprints(model, rows),
+    )
+    model.oelm_report = report  # type: ignore[assignment]
+    return report
+
+
+def fingerprints(model: nn.Module, rows: Iterable[Row]) -> dict[str, str]:
+    """sha256 of the bytes of every frozen projection, weight and bias."""
+    prints = {}
+    for row in rows:
+        p = row.projection
+        if row.frozen:
+            prints[p.key] = _sha256(p.weight(model))
+            bias = p.bias_values(model)
+            if bias is not None:
+                prints[f"{p.bias}[{p.role}]" if p.bias_layout.fused else str(p.bias)] = _sha256(bias)
+    return prints
+
+
+def _frame(projection: Projection, config: OelmConfig) -> Tensor:
+    p = projection
+    return make_frame(
+        config.role("init", p.role), seed=config.seed, layer=p.layer, role=p.role, heads=p.heads,
+        head_dim=p.head_dim, d_in=p.d_in, gain=config.role("gain", p.role), offset=_offset(p, config),
+        stack=p.stack, group=p.group,
+    )  # fmt: skip
+
+
+def _offset(projection: Projection, config: OelmConfig) -> int:
+    return round(config.role("offset", projection.role) * projection.d_in)
+
+
+def _freeze(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> None:
+    for projection in chosen:
+        if projection.role not in config.freeze:
+            continue
+        owner = model.get_submodule(projection.module)
+        if (projection.bias and projection.bias_layout.fused) or projection.layout.fused:
+            if not hasattr(owner, "whole"):  # q's turn splits for k too
+                split(owner, projection.bias_layout, config.freeze)
+            continue
+        for name in filter(None, (projection.name, projection.bias)):
+            model.get_parameter(name).requires_grad_(False)
+        identity = config.role("init", projection.role) == "identity"
+        if identity and isinstance(owner, nn.Linear) and projection.head_dim <= projection.d_in:
+            slice_identity(owner, projection, config.role("gain", projection.role), _offset(projection, config))
+
+
+def _choose_layers(found: list[Projection], config: OelmConfig) -> list[Projection]:
+    wanted = config.layers_to_transform
+    if wanted is None:
+        return found
+    chosen: dict[str, set[int]] = {}
+    for stack, layers in layers_by_stack(found).items():
+        if isinstance(wanted, str):
+            rule, n = layer_rule(wanted)
+            picked = layers[: max(len(layers) - n, 0)] if rule == "all but the last" else layers[::n]
+        else:
+            picked = [wanted] if isinstance(wanted, int) else list(wanted)
+            for layer in picked:
+                if layer not in layers:
+                    where = f"the {stack} has" if stack else "the model has"
+                    raise ValueError(f"layers_to_transform: no layer {layer}; {where} {_ranges(layers)}")
+        chosen[stack] = set(picked)
+    kept = [p for p in found if p.layer in chosen[p.stack]]
+    if not kept:
+        raise ValueError(f"layers_to_transform: {wanted!r} leaves no layer to transform")
+    return kept
+
+
+def _check_tensor(model: nn.Module, projection: Projection) -> None:
+    weight = projection.weight(model)
+    if weight.is_meta:
+        raise ValueError(f"model: {projection.name} is on the meta device; load its weights first")
+    if not weight.is_floating_point() or weight.element_size() < 2 or type(weight.data) is not Tensor:
+        raise ValueError(
+            f"model: {projection.name} holds quantised weights ({weight.dtype}); apply OELM to the full-precision model"
+        )
+
+
+def _sha256(tensor: Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous().flatten()
+    return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2, 5'."""
+    runs: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

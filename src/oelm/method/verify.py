@@ -1,0 +1,82 @@
+"""Proves that a model is still what surgery made it: frozen, orthonormal, absent from the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from .frames import ORTHONORMAL, orthogonality_error
+from .surgery import OelmReport, Row, fingerprints
+
+
+class VerifyError(ValueError):
+    """A promise of the surgery does not hold; the message names the tensor."""
+
+
+def verify(
+    model: nn.Module,
+    report: OelmReport | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    expected: Mapping[str, str] | None = None,
+) -> None:
+    """Raises VerifyError with the tensor's name unless every promise holds.
+
+    `report` defaults to the one surgery left on the model; `expected` are fingerprints from elsewhere,
+    such as a saved run. Wrappers (DDP, torch.compile) are looked through.
+    """
+    model = unwrap(model)
+    report = report or getattr(model, "oelm_report", None)
+    if report is None:
+        raise VerifyError("model: OELM was not applied to it, so there is nothing to verify")
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
+
+    for row in report.projections:
+        if row.frozen:
+            for name, parameter in _frozen_parameters(model, row):
+                if parameter.requires_grad:
+                    raise VerifyError(f"{name}: requires a gradient, but was frozen by surgery")
+                if parameter.grad is not None:
+                    raise VerifyError(f"{name}: is frozen but holds a gradient buffer")
+                if id(parameter) in owned:
+                    raise VerifyError(f"{name}: is frozen but in the optimizer; make the optimizer after surgery")
+            if row.kind in ORTHONORMAL:
+                weight = row.projection.weight(model)
+                error, limit = orthogonality_error(weight, row.projection.heads, row.gain), _tolerance(weight)
+                if not error <= limit:  # also catches NaN
+                    raise VerifyError(f"{row.projection.key}: orthogonality error {error:.1e} exceeds {limit:.1e}")
+
+    recorded = report.fingerprints if expected is None else expected
+    now = fingerprints(model, report.projections)
+    for name in recorded.keys() | now.keys():
+        if now.get(name) != recorded.get(name):
+            raise VerifyError(f"{name}: bytes changed since surgery")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP and torch.compile wrappers."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) or (
+            model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        )
+        if inner is None:
+            return model
+        model = inner
+
+
+def _frozen_parameters(model: nn.Module, row: Row) -> list[tuple[str, nn.Parameter]]:
+    p = row.projection
+    owner = model.get_submodule(p.module)
+    pieces = getattr(owner, "oelm_pieces", {})
+    named = []
+    for full in filter(None, (p.name, p.bias)):
+        attribute = full.rpartition(".")[2]
+        names = [name for name, roles in pieces[attribute] if p.role in roles] if attribute in pieces else [attribute]
+        named += [(f"{p.module}.{name}", getattr(owner, name)) for name in names]
+    return named
+
+
+def _tolerance(weight: torch.Tensor) -> float:
+    return 8 * torch.finfo(weight.dtype).eps  # rounding each entry of a unit row moves its norm by about eps

@@ -1,0 +1,1 @@
+"""Models: our GPT, and whatever Hugging Face can build."""

@@ -1,0 +1,105 @@
+"""ModelConfig -> module: our GPT from a preset, or any Hugging Face model by folder, name or architecture."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import ModelConfig
+from .gpt import GPT, PRESETS, GPTConfig
+
+# Known without the hub: what these names' config.json say beyond the architecture's defaults. Enough to
+# count and to dry-run; the weights are random.
+FROM_CONFIG: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert-base-uncased": ("bert", {}),
+    "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
+    "distilbert-base-uncased": ("distilbert", {}),
+    "gpt2": ("gpt2", {}),
+    "t5-small": ("t5", {}),
+    "facebook/bart-base": ("bart", {"vocab_size": 50265, "d_model": 768, "encoder_layers": 6, "decoder_layers": 6,
+                                    "encoder_attention_heads": 12, "decoder_attention_heads": 12,
+                                    "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}),
+}  # fmt: skip
+
+
+def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:
+    """Our GPT, its weights a function of the seed alone."""
+    if config.name not in PRESETS:
+        near = get_close_matches(config.name, PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(PRESETS)}"
+        raise ValueError(f"model.name: no preset {config.name!r}; {hint}")
+    shape = PRESETS[config.name] | config.model_dump(exclude={"name"}, exclude_none=True)
+    if shape.setdefault("vocab_size", vocab_size) < vocab_size:
+        raise ValueError(f"model.vocab_size: {shape['vocab_size']} is smaller than the tokenizer's {vocab_size}")
+    if "d_model" in config.model_fields_set and "d_ff" not in config.model_fields_set:
+        shape.pop("d_ff", None)  # four times the new width, not the preset's
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT(GPTConfig(**shape))
+
+
+def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.Module, str]:
+    """Any model by preset, folder, hub name or architecture, and a sentence on where its weights come from.
+
+    Models of more than a billion parameters stay on the meta device: their shapes are all a table needs.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if name in PRESETS:
+        vocab = PRESETS[name].get("vocab_size", 50257)
+        return build_gpt(ModelConfig(name=name), vocab, seed=0), f"preset {name}, vocabulary {vocab:,}, random weights"
+    labels = {} if num_labels is None else {"num_labels": num_labels}
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise FileNotFoundError(f"{name}: no config.json in this folder, so no model to inspect")
+        if any(Path(name).glob("*.safetensors")):
+            cls = _class_for(AutoConfig.from_pretrained(name, **labels))
+            return cls.from_pretrained(name, **labels), f"weights in {name}"
+        config, origin = AutoConfig.from_pretrained(name, **labels), f"configuration in {name}"
+    elif name in FROM_CONFIG:
+        kind, fields = FROM_CONFIG[name]
+        config, origin = AutoConfig.for_model(kind, **fields, **labels), f"configuration of {name}"
+    elif name in CONFIG_MAPPING:
+        config, origin = AutoConfig.for_model(name, **labels), f"default configuration of architecture {name}"
+    else:
+        config, origin = _hub_config(name, labels), f"configuration of {name} from the hub"
+    with torch.device("meta"):
+        model = _class_for(config)(config)
+    if sum(p.numel() for p in model.parameters()) > 1e9:
+        return model, f"{origin}, shapes only"
+    return _class_for(config)(config), f"{origin}, random weights"
+
+
+def _class_for(config: Any) -> Any:
+    """The model class a user would train: as its config says, else the first head that fits."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or []:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    # Encoders such as BERT have a causal class too, but nobody means it by their name.
+    decoder = type(config) not in transformers.AutoModelForMaskedLM._model_mapping and not config.is_encoder_decoder
+    first = ("ForCausalLM",) if decoder else ()
+    for head in (*first, "ForSequenceClassification", "ForImageClassification", "ForCausalLM", ""):
+        mapping = getattr(transformers, f"AutoModel{head}")._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise ValueError(f"model: transformers has no model for architecture {config.model_type!r}")
+
+
+def _hub_config(name: str, labels: dict[str, int]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, **labels)
+    except (OSError, ValueError):
+        known = [*PRESETS, *FROM_CONFIG]
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known without the hub: {', '.join(known)}, any architecture"
+        raise ValueError(f"{name}: neither a preset, a folder, nor a model the hub gives us; {hint}") from None

@@ -1,0 +1,267 @@
+"""The proof, for every architecture: surgery, training, saving, loading, verifying."""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+from architectures import BATTERY, D, H, build
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from oelm import OelmConfig, apply_oelm, verify
+from oelm.method.arms import ARMS
+from oelm.models.gpt import GPT, PRESETS, GPTConfig
+
+
+def train(model, loss, steps=5):
+    """AdamW as people run it: weight decay on everything it is given, and clipping."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def snapshot(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def unused(model, loss):
+    """Parameters that no gradient reaches even without surgery (ViT's pooler, BERT's unused rows, ...)."""
+    loss(model).backward()
+    return {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+
+
+@pytest.mark.parametrize("name", BATTERY)
+def test_train_save_load_verify(name, tmp_path):
+    architecture = BATTERY[name]
+    idle = unused(build(name), architecture.loss)
+    model = build(name)
+    report = apply_oelm(model)
+    before = snapshot(model)
+    optimizer = train(model, architecture.loss)
+    verify(model, optimizer=optimizer)
+
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert sum(before[n].numel() for n in frozen) == report.frozen > 0
+    for n, p in model.named_parameters():
+        assert torch.equal(p, before[n]) == (n in frozen or n in idle), n
+
+    model.eval()
+    with torch.no_grad():
+        expected = architecture.outputs(model)
+    original = build(name)
+    assert model.state_dict().keys() == original.state_dict().keys()
+    if architecture.saves:
+        model.save_pretrained(tmp_path)
+        plain = type(original).from_pretrained(tmp_path)  # no oelm involved
+    else:
+        plain = original
+        plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(architecture.outputs(plain.eval()), expected, rtol=1e-5, atol=1e-6)
+
+    again = build(name)
+    apply_oelm(again)
+    again.load_state_dict(model.state_dict())
+    verify(again, report)
+    with torch.no_grad():
+        assert torch.equal(architecture.outputs(again.eval()), expected)
+
+
+@pytest.mark.parametrize("name", BATTERY)
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_runs_on_every_architecture(name, arm):
+    model = build(name)
+    report = apply_oelm(model, arm)
+    loss = BATTERY[name].loss(model)
+    loss.backward()
+    verify(model)
+    assert torch.isfinite(loss)
+    assert (report.frozen > 0) == bool(ARMS[arm].freeze)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("name", BATTERY)
+def test_keep_and_freeze_nothing_changes_nothing(name):
+    plain, touched = build(name), build(name)
+    apply_oelm(touched, "baseline")
+    assert type(touched) is type(plain)
+    assert [n for n, _ in touched.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert all(p.requires_grad for p in touched.parameters())
+    losses = [BATTERY[name].loss(m) for m in (plain, touched)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for a, b in zip(plain.parameters(), touched.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_published_counts_of_bert_base():
+    with torch.device("cpu"):
+        model = BertForSequenceClassification(BertConfig(num_labels=3))
+    report = apply_oelm(model)
+    assert (report.total, report.frozen, report.trainable) == (109_484_547, 14_174_208, 95_310_339)
+
+
+def test_counts_of_medium_512():
+    report = apply_oelm(GPT(GPTConfig(**PRESETS["medium-512"])))
+    assert report.frozen == 3_145_728
+    assert report.total == pytest.approx(44.9e6, rel=0.002)
+    assert report.frozen / report.total == pytest.approx(0.070, abs=0.0005)
+
+
+@pytest.mark.parametrize("name", ["oelm-gpt", "gpt2", "bert"])
+def test_seed_layer_and_role_decide_the_frame(name):
+    def first(**fields):
+        model = build(name)
+        row = apply_oelm(model, OelmConfig(**fields)).projections[0]
+        return row.projection.weight(model)
+
+    assert torch.equal(first(seed=3), first(seed=3))
+    assert not torch.equal(first(seed=3), first(seed=4))
+    assert torch.equal(first(seed=3), first(seed=3, layers_to_transform=[0]))
+    torch.testing.assert_close(first(gain=2.0), 2 * first())
+
+
+@pytest.mark.parametrize(
+    ("layers", "chosen"), [([1], {1}), (0, {0}), ("all but the last 1", {0}), ("every 2nd", {0}), (None, {0, 1})]
+)
+def test_layers_to_transform(layers, chosen):
+    for name in ("oelm-gpt", "t5"):
+        report = apply_oelm(build(name), OelmConfig(layers_to_transform=layers))
+        assert {row.projection.layer for row in report.projections} == chosen
+
+
+def test_biases_are_zeroed_or_kept_and_frozen_either_way():
+    for choice in ("zero", "keep"):
+        for name in ("bert", "gpt2"):
+            model = build(name)
+            for n, p in model.named_parameters():
+                if n.endswith("bias"):
+                    nn.init.constant_(p, 0.5)
+            report = apply_oelm(model, OelmConfig(bias=choice))
+            for row in report.projections:
+                values = row.projection.bias_values(model)
+                assert values.unique().tolist() == [0.0 if choice == "zero" else 0.5]
+            verify(model)
+
+
+@pytest.mark.parametrize("name", ["oelm-gpt", "bert", "llama"])
+def test_an_identity_query_takes_no_product_and_gives_the_same_numbers(name):
+    def run(model):
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            loss = BATTERY[name].loss(model)
+            loss.backward()
+        return loss, counter.get_total_flops()
+
+    model = build(name)
+    apply_oelm(model, "oelm-slices")
+    plain = build(name)
+    plain.load_state_dict(model.state_dict())
+    (loss, flops), (expected, more) = run(model), run(plain)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    q, k = (row.projection for row in apply_oelm(build(name)).projections[:2])
+    tokens, layers = 2 * 12, 2
+    assert more - flops == layers * tokens * 6 * (q.rows * q.d_in + k.rows * k.d_in)
+
+
+def test_copies_and_pickles_keep_the_surgery():
+    for name, arm in (("gpt2", "oelm"), ("oelm-gpt", "oelm-slices"), ("transformer-encoder", "oelm")):
+        model = build(name)
+        report = apply_oelm(model, arm)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            verify(twin, report)
+            twin.eval(), model.eval()
+            assert torch.equal(BATTERY[name].outputs(twin), BATTERY[name].outputs(model))
+
+
+def test_the_report_prints_and_serialises():
+    report = apply_oelm(build("gpt2"))
+    assert "4 x 8 of 32 fused" in str(report)
+    assert "frozen (14.8%)" in str(report)
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["frozen"] == report.frozen
+    assert plain["fingerprints"]["transformer.h.0.attn.c_attn.weight[q]"]
+
+
+def test_applying_twice_is_an_error():
+    model = build("oelm-gpt")
+    apply_oelm(model)
+    with pytest.raises(ValueError, match="applied to it already"):
+        apply_oelm(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"init": "headwize"}, "init: unknown 'headwize'; did you mean 'headwise'"),
+        ({"init": {"q": "headwise"}}, "init: give one value, or both q and k; got q"),
+        ({"init": "tied"}, "init: \"tied\" gives the key its query's frame"),
+        ({"gain": -1.0}, "gain: must be a positive number, got -1.0"),
+        ({"gain": float("nan")}, "gain: must be a positive number"),
+        ({"offset": 1.5}, "offset: must be a fraction of the width"),
+        ({"freeze": "qv"}, "freeze: unknown 'v'"),
+        ({"bias": "drop"}, "bias: unknown 'drop'"),
+        ({"layers_to_transform": "some"}, "layers_to_transform: 'some' is neither"),
+        ({"layers_to_transform": [7]}, "layers_to_transform: no layer 7; the model has 0-1"),
+        ({"layers_to_transform": "all but the last 2"}, "leaves no layer to transform"),
+        ({"seed": 0.5}, "seed: must be an integer"),
+    ],
+)  # fmt: skip
+def test_wrong_input_names_the_field_and_changes_nothing(fields, message):
+    model = build("oelm-gpt")
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        apply_oelm(model, OelmConfig(**fields))
+    assert all(torch.equal(p, before[n]) and p.requires_grad for n, p in model.named_parameters())
+
+
+def test_unknown_arm_and_unknown_field_of_an_arm():
+    with pytest.raises(ValueError, match="method: unknown 'oelm-kep'; did you mean 'oelm-keep'"):
+        apply_oelm(build("oelm-gpt"), "oelm-kep")
+    with pytest.raises(ValueError, match="method: unknown 'gains'; did you mean 'gain'"):
+        OelmConfig.arm("oelm", gains=2.0)
+    assert OelmConfig.arm("oelm_v2") == OelmConfig()
+
+
+def test_weights_that_cannot_take_a_frame_are_refused():
+    model = build("oelm-gpt")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    layer = next(m for n, m in model.named_modules() if n.endswith("q_proj"))
+    layer.weight = nn.Parameter(torch.zeros(D, D, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"q_proj.weight holds quantised weights \(torch.int8\)"):
+        apply_oelm(model)
+    with torch.device("meta"):
+        empty = GPT(GPTConfig(vocab_size=8, context=8, n_layer=1, n_head=H, d_model=D))
+    with pytest.raises(ValueError, match="is on the meta device; load its weights first"):
+        apply_oelm(empty)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_any_floating_dtype(dtype):
+    model = build("gpt2").to(dtype)
+    report = apply_oelm(model)
+    verify(model)
+    assert report.orthogonality_error < 8 * torch.finfo(dtype).eps
+
+
+def test_torch_save_of_the_state_dict_round_trips():
+    model = build("gpt-neox")
+    apply_oelm(model)
+    train(model, BATTERY["gpt-neox"].loss)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    plain = build("gpt-neox")
+    plain.load_state_dict(torch.load(buffer, weights_only=True))
+    assert torch.allclose(BATTERY["gpt-neox"].outputs(plain), BATTERY["gpt-neox"].outputs(model), atol=1e-6)

@@ -1,0 +1,42 @@
+import pytest
+import torch
+from architectures import BATTERY, T, build
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForSequenceClassification
+
+from oelm import apply_oelm
+from oelm.flops import count_flops
+from oelm.models.gpt import GPT, PRESETS, GPTConfig
+
+
+@pytest.mark.parametrize("arm", ["baseline", "oelm", "oelm-q", "oelm-slices"])
+@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "gpt-neox", "llama", "phi3"])
+def test_agrees_with_what_torch_counts(name, arm):
+    """torch counts the products of a real step; attention is made explicit so that it sees those too."""
+    model = build(name)
+    model.set_attn_implementation("eager")
+    apply_oelm(model, arm)
+    with FlopCounterMode(display=False) as counter:
+        loss = BATTERY[name].loss(model)
+    forward = counter.get_total_flops()
+    with counter:
+        loss.backward()
+    tokens = 2 * T
+    ours = count_flops(model, context=T)
+    assert ours.forward * tokens == pytest.approx(forward, rel=1e-3)
+    assert ours.total * tokens == pytest.approx(forward + counter.get_total_flops(), rel=1e-2)
+
+
+def test_the_published_speed_ups_against_their_ceiling():
+    with torch.device("meta"):
+        bert = BertForSequenceClassification(BertConfig(num_labels=3))
+        gpt = GPT(GPTConfig(**PRESETS["medium-512"]))
+    for model, context, ceiling in ((bert, 128, 0.054), (gpt, 512, 0.022)):
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("query", "key", "q_proj", "k_proj")):
+                parameter.requires_grad_(False)
+        assert count_flops(model, context).ceiling == pytest.approx(ceiling, abs=0.001)
+
+
+def test_nothing_frozen_saves_nothing():
+    assert count_flops(build("timm"), 12).ceiling == 0

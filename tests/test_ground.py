@@ -1,0 +1,81 @@
+"""The house rules, as tests."""
+
+import ast
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src" / "oelm"
+
+# Rooms from the ground up: each may import itself and what stands before it.
+ROOMS = ["method", "config", "runtime", "record", "data", "models", "flops", "inspection", "training", "cli"]
+
+
+def rooms_imported(path):
+    """The rooms of ours that a file imports, relative or absolute, anywhere in it."""
+    package = ["oelm", *path.relative_to(SRC).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            full = [*base, *(node.module.split(".") if node.module else [])]
+            if full[:1] == ["oelm"]:
+                yield from [full[1]] if len(full) > 1 else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("oelm."))
+
+
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_point_one_way_and_files_fit_one_sitting(path):
+    room = path.relative_to(SRC).parts[0].removesuffix(".py")
+    if room == "__init__":
+        return
+    for imported in rooms_imported(path):
+        assert ROOMS.index(imported) <= ROOMS.index(room), f"{room} imports {imported}"
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_the_method_needs_torch_alone():
+    code = (
+        "import sys, oelm.method.verify; print([m for m in ('transformers', 'pydantic', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_answers_at_once_without_torch():
+    code = (
+        "import sys\nfrom oelm.cli import main\nsys.argv = ['oelm', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nprint('torch' in sys.modules)"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
+    assert time.monotonic() - start < 5  # generous: the point is that torch is not imported
+
+
+def test_the_tree_in_the_readme_is_the_tree_on_disk():
+    block = re.search(r"```text\n(src/oelm/.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block
+    listed, stack = set(), {}
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        stack[depth] = name
+        full = "".join(stack[level] for level in range(depth + 1))
+        if not name.endswith("/") and full.startswith("src/"):
+            listed.add(full)
+    on_disk = {str(p.relative_to(ROOT)) for p in SRC.rglob("*.py") if p.name != "__init__.py"}
+    assert listed - {"src/oelm/__init__.py"} == on_disk
+
+
+def test_the_first_example_of_the_readme_prints_what_it_says():
+    text = (ROOT / "README.md").read_text()
+    code, output = re.search(r"```python\n(.*?)```\s*```text\n(.*?)```", text, re.DOTALL).groups()
+    assert len([line for line in code.splitlines() if line]) == 5
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == output.strip()
