@@ -46,14 +46,13 @@ def test_permute_looks_random() -> None:
     assert (order == permute(np.arange(size), size, 4, 0)).mean() < 0.001
 
 
-@pytest.mark.parametrize(("length", "context", "batch_size"), [(1000, 7, 5), (5000, 16, 12), (33, 32, 3), (50, 32, 4)])
-def test_an_epoch_visits_each_window_once(tmp_path: Path, length: int, context: int, batch_size: int) -> None:
+@pytest.mark.parametrize(("length", "context", "size"), [(999, 7, 5), (500, 16, 9), (33, 32, 3), (50, 32, 4)])
+def test_an_epoch_visits_each_window_once(tmp_path: Path, length: int, context: int, size: int) -> None:
     tokens = Tokens.open(prepared(tmp_path, length), "train")
     windows, epochs = tokens.windows(context), 3
-    steps = -(-windows * epochs // batch_size)
-    x = torch.cat(
-        [train_batch(tokens, seed=1, step=s, batch_size=batch_size, context=context)[0] for s in range(steps)]
-    )
+    steps = -(-windows * epochs // size)
+    batches = [train_batch(tokens, seed=1, step=s, batch_size=size, context=context) for s in range(steps)]
+    x = torch.cat([x for x, _ in batches])
     orders = []
     for epoch in range(epochs):
         starts = x[epoch * windows : (epoch + 1) * windows, 0]
@@ -65,14 +64,13 @@ def test_an_epoch_visits_each_window_once(tmp_path: Path, length: int, context: 
 def test_the_start_of_the_windows_moves_from_epoch_to_epoch(tmp_path: Path) -> None:
     tokens = Tokens.open(prepared(tmp_path, 640), "train")
     windows = tokens.windows(64)
-    phases = {
-        int(train_batch(tokens, seed=0, step=epoch, batch_size=windows, context=64)[0].min()) for epoch in range(30)
-    }
-    assert len(phases) > 10
+    epochs = [train_batch(tokens, seed=0, step=e, batch_size=windows, context=64)[0] for e in range(30)]
+    assert len({int(x.min()) for x in epochs}) > 10
 
 
 def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
-    x, y = train_batch(Tokens.open(prepared(tmp_path, 2000), "train"), seed=0, step=9, batch_size=4, context=32)
+    tokens = Tokens.open(prepared(tmp_path, 2000), "train")
+    x, y = train_batch(tokens, seed=0, step=9, batch_size=4, context=32)
     assert x.shape == y.shape == (4, 32)
     assert x.dtype == y.dtype == torch.int64
     assert torch.equal(y, x + 1)
@@ -81,7 +79,7 @@ def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
 
 def test_rows_together_are_the_batch_of_one_process(tmp_path: Path) -> None:
     tokens = Tokens.open(prepared(tmp_path, 3000), "train")
-    for step in (0, 3, 127, 128, 1000):  # 8 x 128 = 1024 rows are worked out at once: both sides of that border
+    for step in (0, 3, 127, 128, 1000):  # 1024 rows are worked out at once: both sides of that border
         whole = train_batch(tokens, seed=5, step=step, batch_size=8, context=16)
         for cuts in ([0, 4, 8], [0, 1, 2, 5, 8]):
             parts = [
@@ -105,19 +103,21 @@ def test_a_batch_depends_on_seed_and_step_only(tmp_path: Path) -> None:
 
 def test_batches_are_those_of_every_earlier_version(tmp_path: Path) -> None:
     tokens = Tokens.open(prepared(tmp_path, 9000), "train")
-    batch = [train_batch(tokens, seed=0, step=step, batch_size=4, context=16)[0][:, 0] for step in (0, 1, 1000)]
+    steps = (0, 1, 1000)
+    starts = [train_batch(tokens, seed=0, step=s, batch_size=4, context=16)[0][:, 0].tolist() for s in steps]
     # an unfinished run must find its batches again: these numbers may never change
-    assert torch.stack(batch).tolist() == [[729, 6169, 1561, 1801], [7161, 2601, 4793, 3897], [354, 3138, 8274, 6802]]
+    assert starts == [[729, 6169, 1561, 1801], [7161, 2601, 4793, 3897], [354, 3138, 8274, 6802]]
 
 
 @pytest.mark.parametrize("limit", [None, 100, 64, 1])
-def test_validation_counts_each_token_once(tmp_path: Path, limit: int | None) -> None:
+def test_validation_is_spread_evenly_and_counts_each_token_once(tmp_path: Path, limit: int | None) -> None:
     tokens = Tokens.open(prepared(tmp_path, 203), "val")
     batches = list(val_batches(tokens, batch_size=3, context=16, limit_tokens=limit))
     targets = torch.cat([y.flatten() for _, y in batches])
     inputs = torch.cat([x.flatten() for x, _ in batches])
     counted = targets != IGNORE
-    assert targets[counted].tolist() == list(range(1, 1 + (limit or 202)))
+    starts = {None: range(0, 202, 16), 100: [0, 16, 48, 80, 112, 144, 176], 64: [0, 48, 96, 144], 1: [0]}[limit]
+    assert targets[counted].tolist() == [i + 1 for s in starts for i in range(s, min(s + 16, 202))]
     assert torch.equal(inputs[counted] + 1, targets[counted])
     assert all(x.shape == y.shape and x.shape[1] == 16 and len(x) <= 3 for x, y in batches)
 

@@ -19,7 +19,7 @@ from oelm.data import tokens
 from oelm.data.corpus import EOT
 from oelm.data.tokens import Manifest, prepare
 
-STORIES = [f"Story {i}: the déjà vu of a {'very ' * (i % 7)}small cat, naïve at {i * i}.\n" for i in range(400)]
+STORIES = [f"{i}: the déjà vu of a {'very ' * (i % 7)}small cat, naïve at {i * i}.\n" for i in range(400)]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def decoded(folder: Path, manifest: Manifest, split: str) -> list[str]:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:400"])
-def test_files_spell_the_corpus_and_the_manifest_counts_it(corpus: str, tokenizer: str, tmp_path: Path) -> None:
+def test_files_spell_the_corpus_and_are_counted(corpus: str, tokenizer: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     manifest = prepare(corpus, tokenizer, folder, val_fraction=0.1, workers=2)
     texts = {split: decoded(folder, manifest, split) for split in ("train", "val")}
@@ -63,7 +63,8 @@ def test_files_do_not_depend_on_threads_or_hash_seed(corpus: str, tmp_path: Path
     code = "import sys; from pathlib import Path; from oelm.data.tokens import prepare; "
     code += "prepare(sys.argv[1], 'bpe:300', Path(sys.argv[2]), workers=1)"
     there = tmp_path / "there"
-    subprocess.run([sys.executable, "-c", code, corpus, there], check=True, env=os.environ | {"PYTHONHASHSEED": "7"})
+    env = os.environ | {"PYTHONHASHSEED": "7"}
+    subprocess.run([sys.executable, "-c", code, corpus, there], check=True, env=env)
     assert Manifest.load(there) == here
 
 
@@ -74,7 +75,8 @@ def test_second_call_does_nothing_until_something_changes(corpus: str, tmp_path:
     assert prepare(corpus, "bytes", folder) == first
     assert (folder / "train.bin").stat().st_mtime_ns == before
 
-    assert prepare(corpus, "bytes", folder, val_fraction=0.2).splits["val"].tokens > first.splits["val"].tokens
+    larger = prepare(corpus, "bytes", folder, val_fraction=0.2)
+    assert larger.splits["val"].tokens > first.splits["val"].tokens
     assert prepare(corpus, "bpe:300", folder).vocab_size == 300
     Path(corpus).write_text("".join(json.dumps({"text": story}) + "\n" for story in STORIES[:300]))
     changed = prepare(corpus, "bpe:300", folder)
@@ -106,7 +108,7 @@ def test_vocabularies_past_65536_take_four_bytes(corpus: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")])
-def test_vocabulary_and_merges_give_the_tokenizer_back(corpus: str, tmp_path: Path, names: tuple[str, str]) -> None:
+def test_vocabulary_and_merges_are_a_tokenizer(corpus: str, tmp_path: Path, names: tuple[str, str]) -> None:
     known = prepare(corpus, "bpe:400", tmp_path / "known")
     coder = Tokenizer.from_file(str(tmp_path / "known" / "tokenizer.json"))
     files = coder.model.save(str(tmp_path))
@@ -125,7 +127,7 @@ def test_wrong_requests_are_one_clear_line(corpus: str, tmp_path: Path) -> None:
     for tokenizer in ("bpe:256", "bpe:many"):
         with pytest.raises(ValueError, match=f"data.tokenizer={tokenizer}: .* size of 257 or more"):
             prepare(corpus, tokenizer, out)
-    with pytest.raises(FileNotFoundError, match="data.tokenizer=gtp2: not gpt2, bytes or bpe"):
+    with pytest.raises(FileNotFoundError, match=r"data\.tokenizer=gtp2: not gpt2, bytes or bpe"):
         prepare(corpus, "gtp2", out)
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ValueError, match=r"cannot read .*broken\.json"):
@@ -135,13 +137,13 @@ def test_wrong_requests_are_one_clear_line(corpus: str, tmp_path: Path) -> None:
     assert not (out / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("room", [1_000, 20_000])  # too little for tokenizer.json, then for train.bin
-def test_failed_writes_are_one_clear_line_and_keep_what_was_there(corpus: str, tmp_path: Path, room: int) -> None:
+@pytest.mark.parametrize("room", [1_000, 12_000])  # too little for tokenizer.json, then for train.bin
+def test_failed_writes_are_one_line_and_keep_the_old_files(corpus: str, tmp_path: Path, room: int) -> None:
     resource = pytest.importorskip("resource")
     folder = tmp_path / "out"
     before = prepare(corpus, "bytes", folder)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # stands for a full disk: writes fail half-way
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # like a full disk: fails half-way
     try:
         with pytest.raises(ValueError, match="out: File too large; free space or choose another folder"):
             prepare(corpus, "bpe:300", folder)

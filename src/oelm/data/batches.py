@@ -100,17 +100,24 @@ def _starts(length: int, context: int, windows: int, seed: int, block: int) -> N
 def val_batches(
     tokens: Tokens, *, batch_size: int, context: int, limit_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Consecutive windows in file order: each token is a target once; the last window is padded with -100."""
+    """Windows in file order, each token a target at most once; the last window is padded with -100.
+
+    A limit is rounded up to whole windows, spread evenly over the split: its head alone may be odd.
+    """
     tokens.windows(context)
-    targets = min(len(tokens.ids) - 1, limit_tokens or len(tokens.ids))
-    for start in range(0, targets, batch_size * context):
-        stop = min(start + batch_size * context, targets)
-        rows = math.ceil((stop - start) / context)
-        x = torch.full((rows * context,), tokens.manifest.eot)
-        y = torch.full((rows * context,), IGNORE)
-        x[: stop - start] = torch.from_numpy(tokens.ids[start:stop].astype(np.int64))
-        y[: stop - start] = torch.from_numpy(tokens.ids[start + 1 : stop + 1].astype(np.int64))
-        yield x.view(rows, context), y.view(rows, context)
+    targets = len(tokens.ids) - 1
+    windows = math.ceil(targets / context)
+    wanted = windows if limit_tokens is None else min(windows, math.ceil(limit_tokens / context))
+    starts = [i * windows // wanted * context for i in range(wanted)]
+    for first in range(0, wanted, batch_size):
+        some = starts[first : first + batch_size]
+        x = torch.full((len(some), context), tokens.manifest.eot)
+        y = torch.full((len(some), context), IGNORE)
+        for row, start in enumerate(some):
+            n = min(context, targets - start)
+            x[row, :n] = torch.from_numpy(tokens.ids[start : start + n].astype(np.int64))
+            y[row, :n] = torch.from_numpy(tokens.ids[start + 1 : start + n + 1].astype(np.int64))
+        yield x, y
 
 
 @lru_cache(maxsize=16)

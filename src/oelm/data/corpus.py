@@ -32,7 +32,8 @@ EOT = "<|endoftext|>"
 LONGEST = 2**16  # characters after which undivided text is cut at the next blank line
 TEXT, JSONL, PARQUET = (".txt", ".text", ".tokens", ".raw"), (".jsonl", ".ndjson"), (".parquet",)
 VAL, TEST = {"val", "valid", "validation", "dev"}, {"test"}
-NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# `encodings` and `pydoc_data` are tables rather than text
+NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 
 
 class Document(NamedTuple):

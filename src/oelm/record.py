@@ -1,0 +1,198 @@
+"""Sole owner of the run folder's format: who writes a run writes through here, who reads one reads through here.
+
+run.json           what the run is and how it stands: config, environment, surgery, totals, error
+metrics.jsonl      one object a line: train (losses and seconds of some steps), eval, checkpoint, resume
+training.log       the same for people
+timing_stats.json  derived from metrics.jsonl when the run pauses or ends
+best/              the best model so far as a Hugging Face folder
+last/, previous/   the two newest checkpoints
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+SCHEMA = 1
+STATUSES = ("running", "stopped", "finished", "failed")
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file is either the old one or the new one, whatever happens in between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@dataclass
+class Run:
+    """A run folder being written."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path, facts: dict[str, Any]) -> Run:
+        """Starts or takes up a run. `facts` must hold id and science; another run's folder is refused."""
+        found = read_run(folder) if (folder / "run.json").exists() else None
+        if found is not None:
+            if differing := differences(found["science"], facts["science"]):
+                raise ValueError(
+                    f"{folder}: holds a run with another config ({'; '.join(differing)}); "
+                    "choose another folder with out=..., or repeat the run's own settings"
+                )
+            facts = {**found, **facts, "started": found["started"]}
+        run = cls(folder, {"schema": SCHEMA, "started": time.time(), **facts})
+        run.update(status="running", error=None)
+        return run
+
+    def update(self, **facts: Any) -> None:
+        self.facts |= facts
+        self.facts["updated"] = time.time()
+        write_atomically(self.folder / "run.json", json.dumps(self.facts, indent=1, allow_nan=False) + "\n")
+
+    def append(self, kind: str, **values: Any) -> None:
+        """Adds a line to metrics.jsonl; a value that is not finite is an error here, never a number there."""
+        line = json.dumps({"kind": kind, **values}, allow_nan=False, separators=(",", ":"))
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def metrics_size(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def rewind(self, size: int) -> None:
+        """Drops the lines written after a checkpoint: the steps behind them are done again."""
+        path = self.folder / "metrics.jsonl"
+        if path.exists():
+            os.truncate(path, size)
+
+    def log(self, text: str) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with (self.folder / "training.log").open("a", encoding="utf-8") as file:
+            file.write(f"{stamp} {text}\n")
+
+    def close(
+        self, status: str, error: str | None = None, flops_per_token: float | None = None, peak: float | None = None,
+        **facts: Any,
+    ) -> None:  # fmt: skip
+        """Ends this sitting: timing from the metrics, then the status."""
+        assert status in STATUSES
+        timing = timing_stats(read_metrics(self.folder), flops_per_token, peak)
+        write_atomically(self.folder / "timing_stats.json", json.dumps(timing, indent=1) + "\n")
+        self.update(status=status, error=error, **facts)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Holds the run folder for this process; the claim ends with the process, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".claim")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{folder}: another process is working on this run; wait for it or stop it") from None
+    except OSError as error:
+        raise ValueError(
+            f"{folder}: cannot be written ({error.strerror}); choose another folder with out=..."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """run.json, checked for being one."""
+    path = folder / "run.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder}: no run.json there, so not a run folder")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if facts["schema"] != SCHEMA:
+            raise ValueError(f"{path}: format {facts['schema']}, where this version reads {SCHEMA}")
+        if facts["status"] not in STATUSES:
+            raise KeyError(facts["status"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: damaged record ({type(error).__name__}: {error})") from None
+    return facts
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last line cut short by a kill is left out."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    metrics = []
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is nothing, or was cut
+        try:
+            metrics.append(json.loads(line))
+        except json.JSONDecodeError:
+            raise ValueError(f"{path}: line {number} is damaged") from None
+    return metrics
+
+
+def losses(metrics: list[dict[str, Any]]) -> list[float]:
+    """The training loss of every step, in order."""
+    return [loss for line in metrics if line["kind"] == "train" for loss in line["loss"]]
+
+
+def evaluations(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in metrics if line["kind"] == "eval"]
+
+
+def timing_stats(
+    metrics: list[dict[str, Any]], flops_per_token: float | None = None, peak: float | None = None
+) -> dict[str, Any]:
+    """Step times without warm-up, evaluation and checkpoints; they add up over interruptions."""
+    train = [line for line in metrics if line["kind"] == "train"]
+    measured = [s for line in train for s in line["seconds"][line["warmup"] :]]
+    everything = [s for line in train for s in line["seconds"]]
+    stats: dict[str, Any] = {
+        "measured_steps": len(measured),
+        "warmup_steps": len(everything) - len(measured),
+        "train_seconds": math.fsum(everything),
+        "validation_seconds": math.fsum(line["seconds"] for line in metrics if line["kind"] == "eval"),
+        "checkpoint_seconds": math.fsum(line["seconds"] for line in metrics if line["kind"] == "checkpoint"),
+        "resumes": sum(line["kind"] == "resume" for line in metrics),
+    }
+    if measured:
+        tokens = next(line["tokens"] for line in train)
+        ordered = sorted(measured)
+        median = statistics.median(ordered)
+        stats |= {
+            "mean_step": statistics.fmean(measured),
+            "median_step": median,
+            "p95_step": ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)],
+            "phases": {p: math.fsum(line["phases"][p] for line in train) / len(measured) for p in PHASES},
+            "tokens_per_second": tokens / median,
+        }
+        if flops_per_token and peak:
+            stats |= {"matmul_peak_flops": peak, "mfu": flops_per_token * tokens / median / peak}
+    return stats
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """The keys in which two configs differ, with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [d for key in sorted(old.keys() | new.keys())
+                for d in differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)]  # fmt: skip
+    return [] if old == new else [f"{path} was {old!r}, now {new!r}"]

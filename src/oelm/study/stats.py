@@ -1,0 +1,301 @@
+"""What freezing cost, with its uncertainty: paired differences, non-inferiority, McNemar, intervals.
+
+A difference is arm - baseline at the same seed in a metric where lower is better (validation loss in nats;
+for accuracy, the error rate), so positive always means worse. Results are frozen dataclasses of plain values
+(`dataclasses.asdict` is ready for JSON). What cannot be computed is None; a NaN is an error, never dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import statsmodels.stats.api as sms  # type: ignore[import-untyped]
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats as sps  # type: ignore[import-untyped]
+
+Decision = Literal["superior", "non-inferior", "inferior", "inconclusive", "too few seeds"]
+Edge = Literal["lowest", "highest", "only"]
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    n: int
+    mean: float
+    sd: float | None  # None for one value
+    min: float
+    max: float
+    t: Interval | None  # of the mean; None for one value, or when all are equal
+
+
+@dataclass(frozen=True)
+class Paired:
+    n: int
+    confidence: float
+    mean: float  # nats
+    ratio: float  # exp(mean): the ratio of perplexities
+    sd: float | None
+    t: Interval | None  # decides; `bca` and the sign-flip p check it without assuming normality
+    t_missing: str | None  # why `t` is None
+    bca: Interval | None
+    bca_missing: str | None
+    sign_flip_p: float
+    sign_flip_exact: bool
+    smallest_p: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    decision: Decision
+    margin: float
+    bound: Literal["upper", "lower"] | None  # the bound of the t interval that decided
+    bound_value: float | None
+    sign_flip_attainable: bool  # False: no sign-flip p below 1 - confidence exists for so few pairs
+    reason: str
+
+
+@dataclass(frozen=True)
+class LrChoice:
+    best: float
+    edge: Edge | None  # set when the best learning rate ends the grid: the optimum may lie outside
+    curve: dict[float, Spread]  # in rising order of learning rate
+
+
+@dataclass(frozen=True)
+class McNemar:
+    n: int
+    only_a: int
+    only_b: int
+    difference: float  # accuracy of a - accuracy of b
+    p: float
+
+
+@dataclass(frozen=True)
+class PooledMcNemar:
+    seeds: int
+    examples: int
+    clustered_p: float  # the one to report
+    naive: McNemar  # counts every seed's answer to an example as a new example: rejects too often
+
+
+@dataclass(frozen=True)
+class MedianRatio:
+    ratio: float
+    interval: Interval | None  # None for a single block
+    steps: int
+    blocks: int
+
+
+def seed_spread(values: ArrayLike, *, confidence: float = 0.95) -> Spread:
+    """How one arm's results scatter over seeds."""
+    v = _numbers("values", values)
+    _check_range("confidence", confidence)
+    mean, t = float(v.mean()), None
+    sd = float(v.std(ddof=1)) if v.size > 1 else None
+    if not _why_no_interval(v):
+        half = float(sps.t.ppf((1 + confidence) / 2, v.size - 1) * sps.sem(v))
+        t = Interval(mean - half, mean + half)
+    return Spread(v.size, mean, sd, float(v.min()), float(v.max()), t)
+
+
+def paired(differences: ArrayLike, *, confidence: float = 0.95, seed: int = 0) -> Paired:
+    """Mean paired difference with a t interval, a BCa bootstrap interval and a two-sided sign-flip p."""
+    d = _numbers("differences", differences)
+    spread = seed_spread(d, confidence=confidence)
+    n, mean, rng = spread.n, spread.mean, np.random.default_rng(seed)
+    _check(abs(mean) < 700, f"differences: exp({mean:.4g}) is no ratio; leave out diverged runs")
+    missing = _why_no_interval(d)
+    bca, bca_missing = None, missing or ("needs at least three pairs" if n < 3 else None)
+    if not bca_missing:
+        drawn = sps.bootstrap((d,), np.mean, confidence_level=confidence, method="BCa", rng=rng)
+        bca = Interval(*map(float, drawn.confidence_interval))
+    exact = n <= 20  # then scipy enumerates all 2**n flips; else it draws and counts the observed one in
+    flips = 2**20 if exact else 99_999
+    test = sps.permutation_test(
+        (d,), np.mean, permutation_type="samples", vectorized=True, n_resamples=flips, batch=2**14, rng=rng
+    )
+    p, least, ratio = float(test.pvalue), smallest_p(n), math.exp(mean)
+    return Paired(n, confidence, mean, ratio, spread.sd, spread.t, missing, bca, bca_missing, p, exact, least)
+
+
+def verdict(result: Paired, margin: float) -> Verdict:
+    """Is the cost surely below `margin` (5 % of perplexity: ln 1.05 nats)? The t interval decides.
+
+    Upper bound < 0: superior (hence non-inferior too). Upper bound < margin: non-inferior, even if the arm is
+    measurably worse than the baseline. Lower bound > margin: inferior. Else inconclusive. One bound makes
+    each claim, so each is wrong with probability (1 - confidence) / 2 at most: 2.5 % at 95 %.
+    """
+    _check_range("margin", margin, math.inf)
+    attainable = result.smallest_p < 1 - result.confidence
+    if result.t is None:
+        none: Decision = "too few seeds" if result.n < 2 else "inconclusive"
+        return Verdict(none, margin, None, None, attainable, f"no t interval: {result.t_missing}")
+    low, high = result.t
+    reason = f"t interval [{low:.4g}, {high:.4g}] against the margin {margin:.4g}"
+    if low > margin:
+        return Verdict("inferior", margin, "lower", low, attainable, reason)
+    decision: Decision = "superior" if high < 0 else "non-inferior" if high < margin else "inconclusive"
+    return Verdict(decision, margin, "upper", high, attainable, reason)
+
+
+def noninferiority_p(differences: ArrayLike, margin: float) -> float:
+    """One-sided t test of "worse by `margin` or more", defined whenever `paired` has a t interval.
+
+    Below (1 - confidence) / 2 exactly when the verdict is non-inferior or superior: the level for `holm` too.
+    """
+    d = _numbers("differences", differences)
+    _check_range("margin", margin, math.inf)
+    missing = _why_no_interval(d)
+    _check(not missing, f"differences: no t test: {missing}")
+    return float(sps.ttest_1samp(d, margin, alternative="less").pvalue)
+
+
+def holm(p_values: ArrayLike) -> list[float]:
+    """Holm's adjusted p-values, in the order given: bounds the chance of any false claim over all arms."""
+    p = _numbers("p_values", p_values)
+    _check(bool(p.min() >= 0 and p.max() <= 1), "p_values: a p-value lies between 0 and 1")
+    return [float(value) for value in sms.multipletests(p, method="holm")[1]]
+
+
+def smallest_p(n: int) -> float:
+    """The smallest two-sided sign-flip p of n pairs: 2 / 2**n, below 0.05 from six pairs on."""
+    _check(n >= 1, f"n: {n} pairs; at least one is needed")
+    return math.ldexp(2.0, -n)
+
+
+def minimum_detectable(n: int, sd: float, *, confidence: float = 0.95, power: float = 0.8) -> float:
+    """The true difference that a t test of n pairs finds with this power, in the unit of `sd`.
+
+    Also how far below the margin an arm must truly lie to be called non-inferior with this power.
+    """
+    _check(n >= 2, f"n: {n} pairs; at least two are needed")
+    _check_range("sd", sd, math.inf)
+    _check_range("confidence", confidence)
+    _check_range("power", power)
+    return float(sms.TTestPower().solve_power(nobs=n, alpha=1 - confidence, power=power)) * sd
+
+
+def choose_lr(table: Mapping[float, Sequence[float]], *, confidence: float = 0.95) -> LrChoice:
+    """The learning rate with the lowest mean loss over seeds; the lower learning rate in a tie."""
+    _check(len(table) > 0, "learning rates: empty")
+    rates = sorted(table)
+    losses = {lr: _numbers(f"losses at lr {lr:g}", table[lr]) for lr in rates}
+    counts = {lr: v.size for lr, v in losses.items()}
+    _check(len(set(counts.values())) == 1, f"learning rates: unequal numbers of seeds {counts}")
+    curve = {lr: seed_spread(v, confidence=confidence) for lr, v in losses.items()}
+    best = min(rates, key=lambda lr: curve[lr].mean)
+    edges: dict[float, Edge] = {rates[-1]: "highest", rates[0]: "only" if len(rates) == 1 else "lowest"}
+    return LrChoice(best, edges.get(best), curve)
+
+
+def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
+    """Wilson interval of a proportion: the sampling error of an accuracy on n examples."""
+    _check(0 <= successes <= n and n > 0, f"successes: {successes} of {n} is no proportion")
+    _check_range("confidence", confidence)
+    return Interval(*map(float, sms.proportion_confint(successes, n, 1 - confidence, method="wilson")))
+
+
+def mcnemar(correct_a: ArrayLike, correct_b: ArrayLike) -> McNemar:
+    """Exact McNemar test: do two trained models differ in accuracy on the same examples?"""
+    a, b = _correct("correct_a", correct_a), _correct("correct_b", correct_b)
+    _check(a.size == b.size, f"correct_a, correct_b: unequal lengths {a.size}, {b.size}")
+    only_a, only_b = int((a & ~b).sum()), int((~a & b).sum())
+    p = float(sms.mcnemar([[0, only_a], [only_b, 0]], exact=True).pvalue)
+    return McNemar(a.size, only_a, only_b, (only_a - only_b) / a.size, p)
+
+
+def pooled_mcnemar(runs: Sequence[tuple[ArrayLike, ArrayLike]]) -> PooledMcNemar:
+    """McNemar over seeds: a (correct_a, correct_b) per seed, on the same examples in the same order.
+
+    An example that favours a at one seed tends to at the next, so discordant counts added up over seeds are
+    not independent and `naive` rejects too often. `clustered_p` flips whole examples, all seeds at once: the
+    exact sign-flip test of per-example sums, which for one seed is McNemar's. Both speak of these trained
+    models on new examples; for new seeds use `paired` on error rates. A claim about a method needs both.
+    """
+    _check(len(runs) > 0, "runs: empty")
+    sides = [[_correct(f"runs[{i}][{j}]", run[j]) for i, run in enumerate(runs)] for j in (0, 1)]
+    sizes = sorted({side.size for arm in sides for side in arm})
+    _check(len(sizes) == 1, f"runs: unequal lengths {sizes}; every seed must score the same examples")
+    a, b = np.stack(sides[0]), np.stack(sides[1])  # (seeds, examples)
+    p = _signed_sum_p(a.sum(axis=0) - b.sum(axis=0))
+    return PooledMcNemar(len(runs), sizes[0], p, mcnemar(a.ravel(), b.ravel()))
+
+
+def ratio_of_medians(
+    a: ArrayLike, b: ArrayLike, *, blocks: ArrayLike | None = None, confidence: float = 0.95, seed: int = 0
+) -> MedianRatio:
+    """median(a) / median(b) of durations measured in turns, with a percentile bootstrap over blocks.
+
+    `blocks[i]` names the block that holds a[i] and b[i] (default: each i its own). Whole blocks are drawn,
+    the same for a and b, because steps of one block share the state of the machine.
+    """
+    times_a, times_b = _numbers("a", a), _numbers("b", b)
+    labels = np.arange(times_a.size) if blocks is None else _numbers("blocks", blocks)
+    sizes = [times_a.size, times_b.size, labels.size]
+    _check(len(set(sizes)) == 1, f"a, b, blocks: unequal lengths {sizes}")
+    _check(min(times_a.min(), times_b.min()) > 0, "a, b: a duration must be positive")
+    _check_range("confidence", confidence)
+    members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+
+    def ratio(drawn: NDArray[Any]) -> float:
+        steps = np.concatenate([members[i] for i in drawn])
+        return float(np.median(times_a[steps]) / np.median(times_b[steps]))
+
+    every, interval = np.arange(len(members)), None
+    if every.size > 1:
+        options = {"n_resamples": 1999, "method": "percentile", "rng": np.random.default_rng(seed)}
+        drawn = sps.bootstrap((every,), ratio, vectorized=False, confidence_level=confidence, **options)
+        interval = Interval(*map(float, drawn.confidence_interval))
+    return MedianRatio(ratio(every), interval, times_a.size, every.size)
+
+
+def _signed_sum_p(sums: NDArray[Any]) -> float:
+    """Exact two-sided sign-flip p of integers: the total flipped is a convolution of scaled binomials."""
+    sizes, counts = np.unique(np.abs(sums[sums != 0]), return_counts=True)
+    flipped = np.ones(1)
+    for size, count in zip(sizes, counts, strict=True):
+        term = np.zeros(size * count + 1)
+        term[::size] = sps.binom.pmf(np.arange(count + 1), count, 0.5)
+        flipped = np.convolve(flipped, term)
+    signed = flipped.size - 1 - 2 * np.arange(flipped.size)
+    return min(1.0, float(flipped[np.abs(signed) >= abs(int(sums.sum()))].sum()))
+
+
+def _why_no_interval(values: NDArray[np.float64]) -> str | None:
+    """No interval of zero width: it would make one run, counted twice, look like certainty."""
+    if values.size < 2:
+        return "needs at least two pairs"
+    equal = np.ptp(values) <= 1e-12 * np.abs(values).max()
+    return "all differences are equal; check that the seeds are different runs" if equal else None
+
+
+def _numbers(name: str, values: ArrayLike) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    _check(array.size > 0, f"{name}: empty")
+    _check(array.ndim == 1, f"{name}: expected a flat list of numbers")
+    for i in np.flatnonzero(~np.isfinite(array)):
+        raise ValueError(f"{name}[{i}] is {array[i]}; a failed run is a status, not a number: leave it out")
+    return array
+
+
+def _correct(name: str, values: ArrayLike) -> NDArray[np.bool_]:
+    array = _numbers(name, values)
+    _check(bool(np.isin(array, (0, 1)).all()), f"{name}: expected only true/false or 1/0")
+    return array == 1
+
+
+def _check(fine: bool, message: str) -> None:
+    if not fine:
+        raise ValueError(message)
+
+
+def _check_range(name: str, value: float, top: float = 1.0) -> None:
+    _check(0 < value < top, f"{name}: {value} is not between 0 and {top:g}")

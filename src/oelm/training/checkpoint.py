@@ -1,0 +1,107 @@
+"""Checkpoints that survive a kill at any moment: written aside, checksummed, moved into place by rename."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+# Randomness inside a step is a function of (seed, step), so there is no generator state to keep.
+
+
+def save_checkpoint(run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], meta: dict[str, Any]) -> None:
+    """Makes `last/` the given state and `previous/` the one before; at every moment one of them is whole."""
+    saving, last, previous = run / ".saving", run / "last", run / "previous"
+    shutil.rmtree(saving, ignore_errors=True)
+    saving.mkdir()
+    try:
+        save_file(
+            {name: t.detach().contiguous() for name, t in _tensors(model).items()}, saving / "weights.safetensors"
+        )
+        torch.save([optimizer.state_dict() for optimizer in optimizers], saving / "optimizer.pt")
+        sums = {path.name: _sync_and_sum(path) for path in sorted(saving.iterdir())}
+        (saving / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=1) + "\n")
+        _sync_and_sum(saving / "meta.json")
+    except BaseException:
+        shutil.rmtree(saving, ignore_errors=True)
+        raise
+    if last.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.replace(last, previous)
+    os.replace(saving, last)
+
+
+def load_checkpoint(
+    run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], warn: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Loads the newest whole checkpoint and returns its meta; None when there is none to go on from."""
+    for folder in (run / "last", run / "previous"):
+        if not folder.exists():
+            continue
+        try:
+            meta = _checked_meta(folder)
+        except (OSError, ValueError, KeyError) as error:
+            warn(f"{folder}: damaged checkpoint ({error}); trying the one before")
+            continue
+        tensors = load_file(folder / "weights.safetensors")
+        own = _tensors(model)
+        if tensors.keys() != own.keys():
+            odd = sorted(tensors.keys() ^ own.keys())[0]
+            raise ValueError(f"{folder}: is of another model ({odd} is not in both)")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+        states = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        return meta
+    return None
+
+
+def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Writes a folder aside and swaps it in, so that readers never see half of it."""
+    fresh, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        write(fresh)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    if target.exists():
+        os.replace(target, old)
+    os.replace(fresh, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _checked_meta(folder: Path) -> dict[str, Any]:
+    meta = json.loads((folder / "meta.json").read_text())
+    for name, expected in meta["sha256"].items():
+        if _sum(folder / name) != expected:
+            raise ValueError(f"{name} does not match its checksum")
+    return meta
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer once, under the names of the model as it stands after surgery."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _sync_and_sum(path: Path) -> str:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return _sum(path)
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

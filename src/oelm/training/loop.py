@@ -1,0 +1,281 @@
+"""The one loop, blind to the task: it knows batches, a loss, an evaluation, and how to stop and go on exactly."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..config import RunConfig
+from ..method.verify import unwrap, verify
+from ..record import Run
+from .checkpoint import load_checkpoint, replace_folder, save_checkpoint
+from .clock import Clock
+from .optim import learning_rate, set_learning_rate
+from .screen import Screen
+
+
+class Task(Protocol):
+    """What a language model and a classifier have in common for the loop."""
+
+    @property
+    def tokens_per_step(self) -> int: ...
+
+    def batch(self, step: int, part: int, parts: int) -> dict[str, Tensor]:
+        """The model's arguments for one of `parts` equal shares of a step's batch."""
+
+    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        """Metrics on the fixed validation set; `loss` decides which model is best."""
+
+    def describe(self, metrics: dict[str, float]) -> str:
+        """The metrics as people say them."""
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Writes the model as a folder that others can load."""
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on; the message says where and why."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; all of it goes into a checkpoint."""
+
+    step: int = 0
+    train_seconds: float = 0.0
+    best: dict[str, float] = field(default_factory=dict)
+
+
+class Stopper:
+    """Turns SIGTERM and Ctrl-C into a wish that the loop grants after the current step."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for s, handler in before.items():
+                signal.signal(s, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.signal is not None:  # asked twice: do not insist on being tidy
+            raise KeyboardInterrupt
+        self.signal = number
+
+
+def train(
+    run: Run | None, model: nn.Module, optimizers: list[Any], task: Task, config: RunConfig, accelerator: Accelerator,
+    quiet: bool = False,
+) -> tuple[Progress, int | None]:  # fmt: skip
+    """Trains to the end or to a signal. `run` is None in all processes but the first.
+
+    Returns where it stands and the signal that stopped it, if one did.
+    """
+    settings, inner = config.train, unwrap(accelerator.unwrap_model(model))
+    total = settings.max_steps
+    if settings.max_tokens is not None:
+        total = min(total, max(1, settings.max_tokens // task.tokens_per_step))
+    progress, stopper, clock = Progress(), Stopper(), Clock(accelerator.device)
+
+    folder = config.folder
+
+    def warn(text: str) -> None:
+        if run:
+            run.log(text)
+            print(f"oelm: {text}", file=sys.stderr)
+
+    meta = load_checkpoint(folder, inner, optimizers, warn)
+    if meta:
+        progress = Progress(meta["step"], meta["train_seconds"], meta["best"])
+    if run:
+        run.rewind(meta["metrics_size"] if meta else 0)
+        if meta:
+            run.append("resume", step=progress.step)
+            run.log(f"resumed at step {progress.step}")
+    screen = Screen(total, progress.step, quiet or run is None)
+    book = _Bookkeeper(run, screen, clock, task, accelerator, config, total)
+
+    def checkpoint() -> None:
+        book.flush(progress)
+        verify(inner, optimizer=optimizers[0])
+        if run:
+            start = time.perf_counter()
+            size = run.metrics_size()
+            facts = {"step": progress.step, "train_seconds": progress.train_seconds, "best": progress.best}
+            save_checkpoint(folder, inner, optimizers, {**facts, "metrics_size": size})
+            run.append("checkpoint", step=progress.step, seconds=time.perf_counter() - start)
+        accelerator.wait_for_everyone()
+
+    try:
+        with stopper.listening():
+            last_saved = time.monotonic()
+            model.train()
+            while progress.step < total:
+                book.add(_step(model, optimizers, task, config, accelerator, clock, progress.step, total))
+                progress.step += 1
+                ended = progress.step == total
+                if progress.step % config.system.log_every == 0:
+                    book.flush(progress)
+                    ended |= settings.max_time is not None and progress.train_seconds >= settings.max_time
+                stop = _agree(accelerator, stopper.signal is not None, progress.step % config.system.log_every == 0)
+                evaluated = ended or progress.step % settings.eval_every == 0
+                if evaluated:
+                    book.flush(progress)
+                    _evaluate(run, model, task, accelerator, folder, progress, screen)
+                every = config.system.checkpoint_every
+                due = progress.step % every == 0 if every else evaluated
+                wait = config.system.checkpoint_seconds
+                late = wait is not None and accelerator.num_processes == 1 and time.monotonic() - last_saved >= wait
+                if due or late or stop or ended:
+                    checkpoint()
+                    last_saved = time.monotonic()
+                if ended:
+                    return progress, None
+                if stop:
+                    return progress, stopper.signal or signal.SIGTERM
+        return progress, None
+    finally:
+        screen.close()
+
+
+def _step(
+    model: nn.Module, optimizers: list[Any], task: Task, config: RunConfig, accelerator: Accelerator, clock: Clock,
+    step: int, total: int,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """One optimizer step over this process's share of the batch: (loss, gradient norm), both still on the device."""
+    micro = config.train.accumulate
+    parts = accelerator.num_processes * micro
+    clock.start()
+    # Dropout and the like: a function of (seed, step, process), so a resumed run draws the same.
+    seed = (config.data_seed * 1_000_003 + step) * 4096 + accelerator.process_index
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 70 times as long
+    if accelerator.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    set_learning_rate(optimizers, learning_rate(step, config.train, total))
+    summed: Tensor | None = None
+    for i in range(micro):
+        arguments = task.batch(step, accelerator.process_index * micro + i, parts)
+        arguments = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in arguments.items()}
+        clock.mark("data")
+        with accelerator.no_sync(model) if i < micro - 1 else nullcontext():
+            loss = model(**arguments).loss / micro
+            clock.mark("forward")
+            accelerator.backward(loss)
+            clock.mark("backward")
+        summed = loss.detach() if summed is None else summed + loss.detach()
+    assert summed is not None
+    norm = None
+    if config.train.clip is not None:
+        norm = accelerator.clip_grad_norm_(model.parameters(), config.train.clip)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    clock.mark("optimizer")
+    return summed, norm
+
+
+class _Bookkeeper:
+    """Keeps losses on the device until they are wanted, then checks and records them."""
+
+    def __init__(
+        self, run: Run | None, screen: Screen, clock: Clock, task: Task, accelerator: Accelerator, config: RunConfig,
+        total: int,
+    ) -> None:  # fmt: skip
+        self.run, self.screen, self.clock, self.task = run, screen, clock, task
+        self.accelerator, self.config, self.total = accelerator, config, total
+        self.pending: list[tuple[Tensor, Tensor | None]] = []
+
+    def add(self, result: tuple[Tensor, Tensor | None]) -> None:
+        self.pending.append(result)
+
+    def flush(self, progress: Progress) -> None:
+        """Writes the steps since the last flush; raises when one of them was not finite."""
+        if not self.pending:
+            return
+        stacked = torch.stack([loss.float() for loss, _ in self.pending])
+        losses = self.accelerator.reduce(stacked, "mean").tolist()
+        norms = [float(norm) if norm is not None else None for _, norm in self.pending]
+        first = progress.step - len(self.pending)
+        self.pending = []
+        times = self.clock.flush()
+        for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+            if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
+                what = "loss" if not math.isfinite(loss) else "gradient"
+                lr = learning_rate(first + i, self.config.train, self.total)
+                raise TrainingFailed(
+                    f"{what} is not finite at step {first + i + 1}, learning rate {lr:.3g}; the last good checkpoint "
+                    "is kept. Lower train.lr or lengthen train.warmup_steps"
+                )
+        progress.train_seconds += sum(times["seconds"])
+        lr = learning_rate(progress.step - 1, self.config.train, self.total)
+        seconds = sum(times["seconds"]) / len(losses)
+        if self.run:
+            self.run.append(
+                "train",
+                step=progress.step,
+                loss=losses,
+                grad_norm=norms,
+                lr=lr,
+                tokens=self.task.tokens_per_step,
+                **times,
+            )
+            self.accelerator.log({"train/loss": losses[-1], "train/lr": lr}, step=progress.step)
+        best = self.task.describe(progress.best) if progress.best else "-"
+        left = (self.total - progress.step) * seconds
+        speed = self.task.tokens_per_step / max(seconds, 1e-9)
+        self.screen.step(progress.step, losses[-1], lr, best, speed, left)
+
+
+def _evaluate(
+    run: Run | None, model: nn.Module, task: Task, accelerator: Accelerator, folder: Path, progress: Progress,
+    screen: Screen,
+) -> None:  # fmt: skip
+    start = time.perf_counter()
+    model.eval()
+    with torch.no_grad(), accelerator.autocast():
+        metrics = task.evaluate(model, accelerator)
+    model.train()
+    if not math.isfinite(metrics["loss"]):
+        raise TrainingFailed(
+            f"validation loss is not finite after step {progress.step}; the last good checkpoint is kept"
+        )
+    better = not progress.best or metrics["loss"] < progress.best["loss"]
+    if better:
+        progress.best = {**metrics, "step": progress.step}
+        if run:
+            replace_folder(folder / "best", lambda f: task.save(unwrap(accelerator.unwrap_model(model)), f))
+    if run:
+        run.append("eval", step=progress.step, **metrics, seconds=time.perf_counter() - start)
+        accelerator.log({f"val/{name}": value for name, value in metrics.items()}, step=progress.step)
+        text = f"step {progress.step}: validation {task.describe(metrics)}{' (best)' if better else ''}"
+        run.log(text)
+        screen.say(text)
+
+
+def _agree(accelerator: Accelerator, wish: bool, ask: bool) -> bool:
+    """Whether any process wants to stop: all must leave at the same step or the others would wait forever."""
+    if accelerator.num_processes == 1:
+        return wish
+    if not ask:
+        return False
+    votes = torch.tensor(float(wish), device=accelerator.device)
+    return bool(accelerator.reduce(votes, "sum") > 0)

@@ -1,0 +1,74 @@
+"""Optimizers whose groups come from requires_grad, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+from torch import nn
+
+from ..config import TrainConfig
+
+
+def learning_rate(step: int, config: TrainConfig, total: int) -> float:
+    """Linear warm-up, then cosine to the floor at step `total`; `step` counts from 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(total - config.warmup_steps, 1)
+    floor = config.lr * config.min_lr_ratio
+    return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+
+
+def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW, or Muon for the matrices inside the layers with AdamW for the rest. Frozen weights are in neither.
+
+    Weight decay is on matrices only. `layer_lr_decay` scales each layer by its distance from the top.
+    """
+    depths = {name: _depth(name) for name, _ in model.named_parameters()}
+    top = max((d for d in depths.values() if d is not None), default=-1) + 1
+    groups: dict[tuple[str, float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        inside = depths[name] is not None
+        kind = "muon" if config.optimizer == "muon" and inside and parameter.ndim == 2 else "adamw"
+        decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+        scale = config.layer_lr_decay ** (top - _level(name, depths[name], top))
+        groups.setdefault((kind, decay, scale), []).append(parameter)
+    if not groups:
+        raise ValueError("method: freezes every weight of the model, so there is nothing to train")
+
+    def of(kind: str) -> list[dict]:
+        return [
+            {"params": parameters, "weight_decay": decay, "lr_scale": scale}
+            for (k, decay, scale), parameters in groups.items()
+            if k == kind
+        ]
+
+    optimizers: list[torch.optim.Optimizer] = []
+    if of("adamw"):
+        optimizers.append(torch.optim.AdamW(of("adamw"), lr=config.lr, betas=config.betas, fused=True))
+    if of("muon"):
+        # Updates scaled to AdamW's size, so that one learning rate serves both.
+        optimizers.append(torch.optim.Muon(of("muon"), lr=config.lr, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def _depth(name: str) -> int | None:
+    """The layer a parameter belongs to: the first number in its name."""
+    match = re.search(r"(?:^|\.)(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def _level(name: str, depth: int | None, top: int) -> int:
+    """Layer i stands at i; embeddings below all layers, everything else (norms, heads) above them."""
+    if depth is not None:
+        return depth
+    return -1 if re.search(r"embed|wte|wpe|relative_bias", name) else top

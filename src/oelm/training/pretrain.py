@@ -1,0 +1,189 @@
+"""Assembles a language-model run: corpus -> tokens -> model -> surgery -> optimizer -> loop -> record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..config import DataConfig, RunConfig, SystemConfig
+from ..data.batches import Tokens, train_batch, val_batches
+from ..data.tokens import Manifest, prepare
+from ..flops import count_flops
+from ..method.surgery import apply_oelm
+from ..method.verify import verify
+from ..models.build import build_gpt
+from ..record import Run, claimed, read_run
+from ..runtime import choose_precision, environment, measure_peak, peak_memory
+from .loop import TrainingFailed, train
+from .optim import make_optimizers
+
+
+@dataclass
+class LanguageModelling:
+    """The loop's Task for a causal language model on packed tokens."""
+
+    config: RunConfig
+    training: Tokens
+    validation: Tokens
+    context: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.batch_size * self.context
+
+    def batch(self, step: int, part: int, parts: int) -> dict[str, Tensor]:
+        size = self.config.train.batch_size
+        share = size // parts
+        x, y = train_batch(
+            self.training, seed=self.config.data_seed, step=step, batch_size=size, context=self.context,
+            rows=slice(part * share, (part + 1) * share),
+        )  # fmt: skip
+        return {"input_ids": x, "shift_labels": y}
+
+    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        batches = val_batches(
+            self.validation, batch_size=self.config.train.batch_size, context=self.context,
+            limit_tokens=self.config.train.eval_tokens,
+        )  # fmt: skip
+        total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # summed loss, tokens
+        for i, (x, y) in enumerate(batches):
+            if i % accelerator.num_processes != accelerator.process_index:
+                continue
+            counted = (y >= 0).sum()
+            loss = model(input_ids=x.to(accelerator.device), shift_labels=y.to(accelerator.device)).loss
+            total += torch.stack([loss.double() * counted, counted.double()])
+        summed, tokens = accelerator.reduce(total, "sum").tolist()
+        loss = summed / tokens
+        bits = loss / math.log(2) / self.validation.bytes_per_token
+        return {"loss": loss, "ppl": math.exp(min(loss, 700.0)), "bits_per_byte": bits, "tokens": tokens}
+
+    def describe(self, metrics: dict[str, float]) -> str:
+        return f"PPL {metrics['ppl']:.2f} ({metrics['loss']:.4f} nats, {metrics['bits_per_byte']:.3f} bits/byte)"
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # it would break into ours
+        model.save_pretrained(folder)  # type: ignore[operator]
+        eot = json.loads((self.training.folder / "tokenizer.json").read_text())["added_tokens"][0]["content"]
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(self.training.folder / "tokenizer.json"), eos_token=eot)
+        tokenizer.save_pretrained(folder)
+
+
+def data_folder(data: DataConfig, system: SystemConfig) -> Path:
+    """Prepared tokens are named by their recipe, so that runs share them."""
+    recipe = json.dumps(data.model_dump(mode="json"), sort_keys=True)
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{Path(data.corpus).name}-{Path(data.tokenizer).name}").strip("-").lower()
+    return Path(system.data_dir) / f"{slug}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
+
+
+def prepare_data(data: DataConfig, system: SystemConfig, progress: bool) -> tuple[Path, Manifest]:
+    folder = data_folder(data, system)
+    manifest = prepare(
+        data.corpus, data.tokenizer, folder, revision=data.revision, val_fraction=data.val_fraction,
+        workers=system.workers, progress=progress,
+    )  # fmt: skip
+    return folder, manifest
+
+
+def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
+    """Runs or takes up one run and returns its record; raises SystemExit with the signal's code when stopped."""
+    folder = config.folder
+    if (folder / "run.json").exists():
+        found = read_run(folder)
+        if found["status"] == "finished" and found["science"] == config.science():
+            return found
+    if config.system.threads:
+        torch.set_num_threads(config.system.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision, reason = choose_precision(config.train.precision, device)
+    accelerator = Accelerator(
+        mixed_precision={"fp32": "no"}.get(precision, precision), log_with=list(config.system.trackers) or None,
+        project_dir=str(folder),
+    )  # fmt: skip
+    parts = accelerator.num_processes * config.train.accumulate
+    if config.train.batch_size % parts:
+        raise ValueError(
+            f"train.batch_size: {config.train.batch_size} does not divide into {parts} equal parts "
+            f"({accelerator.num_processes} processes x {config.train.accumulate} micro-batches)"
+        )
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()  # until the first process holds the folder and the data is there
+        return _operate(config, accelerator, None, quiet, None)
+    with claimed(folder):
+        tokens_folder, manifest = prepare_data(config.data, config.system, not quiet)
+        facts = {
+            "id": config.id, "name": config.name, "config": config.model_dump(mode="json"), "science": config.science(),
+            "precision": precision, "precision_reason": reason, "processes": accelerator.num_processes,
+            "environment": environment(accelerator.device), "data_folder": str(tokens_folder),
+            "data_sha256": {name: split.sha256 for name, split in manifest.splits.items()},
+        }  # fmt: skip
+        run = Run.open(folder, facts)
+        accelerator.wait_for_everyone()
+        try:
+            return _operate(config, accelerator, run, quiet, measure_peak(accelerator.device, precision))
+        except SystemExit:
+            raise
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error)) if not isinstance(error, TrainingFailed) else str(error)
+            run.log(f"failed: {error}")
+            run.close("failed", error=text)
+            raise
+
+
+def _operate(
+    config: RunConfig, accelerator: Accelerator, run: Run | None, quiet: bool, peak: float | None
+) -> dict[str, Any]:
+    tokens_folder = data_folder(config.data, config.system)
+    manifest = Manifest.load(tokens_folder)
+    model = build_gpt(config.model, manifest.vocab_size, config.init_seed)
+    context = model.config.context
+    task = LanguageModelling(
+        config, Tokens.open(tokens_folder, "train", vocab_size=model.config.vocab_size),
+        Tokens.open(tokens_folder, "val", vocab_size=model.config.vocab_size), context,
+    )  # fmt: skip
+    for tokens in (task.training, task.validation):
+        tokens.windows(context)  # raises when a split is shorter than one context
+    report = apply_oelm(model, config.method.oelm(config.init_seed))
+    flops = count_flops(model, context)
+    if run:
+        run.update(surgery=report.to_dict(), flops_per_token={**asdict(flops), "ceiling": flops.ceiling})
+        run.log(f"{report}\n{config.name}: {folder_line(run)}")
+    model.to(accelerator.device)
+    optimizers = make_optimizers(model, config.train)
+    if config.system.compile:
+        model.compile()
+    prepared, *wrapped = accelerator.prepare(model, *optimizers)
+    if config.system.trackers:
+        accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
+
+    progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, quiet)
+    verify(model, report, optimizer=wrapped[0])
+    accelerator.end_training()
+    if run is None:
+        return {}
+    totals = {
+        "steps": progress.step, "tokens": progress.step * task.tokens_per_step, "best": progress.best,
+        "train_seconds": progress.train_seconds, "peak_memory": peak_memory(accelerator.device),
+    }  # fmt: skip
+    status = "stopped" if stopped_by else "finished"
+    run.log(f"{status} at step {progress.step}: best {task.describe(progress.best) if progress.best else '-'}")
+    run.close(status, flops_per_token=flops.total, peak=peak, totals=totals)
+    if stopped_by:
+        raise SystemExit(128 + stopped_by)
+    return run.facts
+
+
+def folder_line(run: Run) -> str:
+    return f"run {run.facts['id']} in {run.folder}"
