@@ -161,7 +161,7 @@ def parse_config(raw: dict[str, Any], source: str = "") -> RunConfig:
     try:
         return RunConfig.model_validate(_expand(raw))
     except ValidationError as error:
-        raise ValueError(_one_line(error, source)) from None
+        raise ValueError(validation_line(error, RunConfig, source)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -204,26 +204,24 @@ def _expand(raw: dict[str, Any]) -> dict[str, Any]:
     return {k: {MAIN_FIELD[k]: v} if isinstance(v, str) and k in MAIN_FIELD else v for k, v in raw.items()}
 
 
-def _one_line(error: ValidationError, source: str) -> str:
-    """The first problem, in the user's own spelling."""
+def validation_line(error: ValidationError, root: type[BaseModel], source: str = "") -> str:
+    """The first problem of a config, in the user's own spelling."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     where = ".".join(path)
     if first["type"] == "extra_forbidden":
-        near = get_close_matches(path[-1], _keys_at(path[:-1]), n=1)
-        hint = (
-            f"did you mean {'.'.join([*path[:-1], near[0]])!r}?" if near else f"known: {', '.join(_keys_at(path[:-1]))}"
-        )
+        known = _keys_at(root, path[:-1])
+        near = get_close_matches(path[-1], known, n=1)
+        hint = f"did you mean {'.'.join([*path[:-1], near[0]])!r}?" if near else f"known: {', '.join(known)}"
         message = f"{where}: unknown key; {hint}"
     else:
         given = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
         text = first["msg"].removeprefix("Value error, ")
-        message = f"{where}: {text[0].lower() + text[1:]}{given}"
+        message = f"{where}: {text[0].lower() + text[1:]}{given}" if where else text
     return f"{source}: {message}" if source else message
 
 
-def _keys_at(path: list[str]) -> list[str]:
-    section: type[BaseModel] = RunConfig
+def _keys_at(section: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
         annotation = section.model_fields[part].annotation
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):

@@ -15,10 +15,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import statsmodels.stats.api as sms  # type: ignore[import-untyped]
 from numpy.typing import ArrayLike, NDArray
+from scipy import special  # type: ignore[import-untyped]
 from scipy import stats as sps  # type: ignore[import-untyped]
 
 Decision = Literal["superior", "non-inferior", "inferior", "inconclusive", "too few seeds"]
 Edge = Literal["lowest", "highest", "only"]
+_ENUMERATED = 20  # pairs: up to 2**20 sign flips are tried one and all, beyond that they are drawn
 
 
 class Interval(NamedTuple):
@@ -43,7 +45,7 @@ class Paired:
     mean: float  # nats
     ratio: float  # exp(mean): the ratio of perplexities
     sd: float | None
-    t: Interval | None  # decides; `bca` and the sign-flip p check it without assuming normality
+    t: Interval | None  # decides: `bca` assumes no normality but covers too little below ~20 pairs
     t_missing: str | None  # why `t` is None
     bca: Interval | None
     bca_missing: str | None
@@ -65,7 +67,7 @@ class Verdict:
 @dataclass(frozen=True)
 class LrChoice:
     best: float
-    edge: Edge | None  # set when the best learning rate ends the grid: the optimum may lie outside
+    edge: Edge | None  # not None: the optimum may lie outside the grid
     curve: dict[float, Spread]  # in rising order of learning rate
 
 
@@ -101,8 +103,7 @@ def seed_spread(values: ArrayLike, *, confidence: float = 0.95) -> Spread:
     mean, t = float(v.mean()), None
     sd = float(v.std(ddof=1)) if v.size > 1 else None
     if not _why_no_interval(v):
-        half = float(sps.t.ppf((1 + confidence) / 2, v.size - 1) * sps.sem(v))
-        t = Interval(mean - half, mean + half)
+        t = Interval(*map(float, sps.ttest_1samp(v, 0.0).confidence_interval(confidence)))
     return Spread(v.size, mean, sd, float(v.min()), float(v.max()), t)
 
 
@@ -117,12 +118,7 @@ def paired(differences: ArrayLike, *, confidence: float = 0.95, seed: int = 0) -
     if not bca_missing:
         drawn = sps.bootstrap((d,), np.mean, confidence_level=confidence, method="BCa", rng=rng)
         bca = Interval(*map(float, drawn.confidence_interval))
-    exact = n <= 20  # then scipy enumerates all 2**n flips; else it draws and counts the observed one in
-    flips = 2**20 if exact else 99_999
-    test = sps.permutation_test(
-        (d,), np.mean, permutation_type="samples", vectorized=True, n_resamples=flips, batch=2**14, rng=rng
-    )
-    p, least, ratio = float(test.pvalue), smallest_p(n), math.exp(mean)
+    p, exact, ratio, least = _sign_flip_p(d, rng), n <= _ENUMERATED, math.exp(mean), smallest_p(n)
     return Paired(n, confidence, mean, ratio, spread.sd, spread.t, missing, bca, bca_missing, p, exact, least)
 
 
@@ -172,28 +168,26 @@ def smallest_p(n: int) -> float:
 
 
 def minimum_detectable(n: int, sd: float, *, confidence: float = 0.95, power: float = 0.8) -> float:
-    """The true difference that a t test of n pairs finds with this power, in the unit of `sd`.
-
-    Also how far below the margin an arm must truly lie to be called non-inferior with this power.
-    """
+    """The true difference, from 0 or from the margin, that n pairs find with this power; in units of `sd`."""
     _check(n >= 2, f"n: {n} pairs; at least two are needed")
     _check_range("sd", sd, math.inf)
     _check_range("confidence", confidence)
     _check_range("power", power)
-    return float(sms.TTestPower().solve_power(nobs=n, alpha=1 - confidence, power=power)) * sd
+    critical = special.stdtrit(n - 1, (1 + confidence) / 2)
+    return float(special.nctdtrinc(n - 1, 1 - power, critical)) / math.sqrt(n) * sd
 
 
 def choose_lr(table: Mapping[float, Sequence[float]], *, confidence: float = 0.95) -> LrChoice:
     """The learning rate with the lowest mean loss over seeds; the lower learning rate in a tie."""
     _check(len(table) > 0, "learning rates: empty")
     rates = sorted(table)
-    losses = {lr: _numbers(f"losses at lr {lr:g}", table[lr]) for lr in rates}
-    counts = {lr: v.size for lr, v in losses.items()}
+    losses = [_numbers(f"losses at lr {lr:g}", table[lr]) for lr in rates]
+    curve = {lr: seed_spread(v, confidence=confidence) for lr, v in zip(rates, losses, strict=True)}
+    counts = {lr: spread.n for lr, spread in curve.items()}
     _check(len(set(counts.values())) == 1, f"learning rates: unequal numbers of seeds {counts}")
-    curve = {lr: seed_spread(v, confidence=confidence) for lr, v in losses.items()}
     best = min(rates, key=lambda lr: curve[lr].mean)
-    edges: dict[float, Edge] = {rates[-1]: "highest", rates[0]: "only" if len(rates) == 1 else "lowest"}
-    return LrChoice(best, edges.get(best), curve)
+    ends: dict[float, Edge] = {rates[-1]: "highest", rates[0]: "lowest" if len(rates) > 1 else "only"}
+    return LrChoice(best, ends.get(best), curve)
 
 
 def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
@@ -225,8 +219,8 @@ def pooled_mcnemar(runs: Sequence[tuple[ArrayLike, ArrayLike]]) -> PooledMcNemar
     sizes = sorted({side.size for arm in sides for side in arm})
     _check(len(sizes) == 1, f"runs: unequal lengths {sizes}; every seed must score the same examples")
     a, b = np.stack(sides[0]), np.stack(sides[1])  # (seeds, examples)
-    p = _signed_sum_p(a.sum(axis=0) - b.sum(axis=0))
-    return PooledMcNemar(len(runs), sizes[0], p, mcnemar(a.ravel(), b.ravel()))
+    clustered_p = _signed_sum_p(a.sum(axis=0) - b.sum(axis=0))
+    return PooledMcNemar(len(runs), sizes[0], clustered_p, mcnemar(a.ravel(), b.ravel()))
 
 
 def ratio_of_medians(
@@ -239,7 +233,7 @@ def ratio_of_medians(
     """
     times_a, times_b = _numbers("a", a), _numbers("b", b)
     labels = np.arange(times_a.size) if blocks is None else _numbers("blocks", blocks)
-    sizes = [times_a.size, times_b.size, labels.size]
+    sizes = (times_a.size, times_b.size, labels.size)
     _check(len(set(sizes)) == 1, f"a, b, blocks: unequal lengths {sizes}")
     _check(min(times_a.min(), times_b.min()) > 0, "a, b: a duration must be positive")
     _check_range("confidence", confidence)
@@ -255,6 +249,17 @@ def ratio_of_medians(
         drawn = sps.bootstrap((every,), ratio, vectorized=False, confidence_level=confidence, **options)
         interval = Interval(*map(float, drawn.confidence_interval))
     return MedianRatio(ratio(every), interval, times_a.size, every.size)
+
+
+def _sign_flip_p(d: NDArray[np.float64], rng: np.random.Generator) -> float:
+    """Two-sided p of the mean under random signs; a sum equal to the observed one but for rounding counts."""
+    sums = d[:1]  # flipping every sign keeps |sum|, so the first one may stay
+    if d.size <= _ENUMERATED:
+        for value in d[1:]:
+            sums = np.concatenate([sums + value, sums - value])
+    else:  # the observed signs are one of the draws, so p is never 0
+        sums = np.append(rng.choice((-1.0, 1.0), size=(99_999, d.size)) @ d, d.sum())
+    return float(np.mean(np.abs(sums) >= abs(d.sum()) - 1e-12 * np.abs(d).sum()))
 
 
 def _signed_sum_p(sums: NDArray[Any]) -> float:
@@ -274,7 +279,7 @@ def _why_no_interval(values: NDArray[np.float64]) -> str | None:
     if values.size < 2:
         return "needs at least two pairs"
     equal = np.ptp(values) <= 1e-12 * np.abs(values).max()
-    return "all differences are equal; check that the seeds are different runs" if equal else None
+    return "all values are equal; check that the seeds are different runs" if equal else None
 
 
 def _numbers(name: str, values: ArrayLike) -> NDArray[np.float64]:
