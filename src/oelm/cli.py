@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -120,6 +121,8 @@ def train(
     alias = [f"{key}={value}" for key, value in given.items() if value is not None]
     study = ["model=medium-512", "data.tokenizer=gpt2", "train.batch_size=8"] if alias and not file else []
     config = load_config(file, [*study, *alias, *words[1 if file else 0 :]])
+    from torch import distributed as torch_distributed
+
     from .training.pretrain import pretrain
 
     record = pretrain(config)
@@ -127,6 +130,11 @@ def train(
         best = record["totals"]["best"]
         print(f"{record['status']}: best PPL {best['ppl']:.2f} ({best['loss']:.4f} nats) at step {best['step']:.0f}")
         print(config.folder)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # torch 2.13 can deadlock when DDP's destructor joins gloo's threads with the GIL held.
+        torch_distributed.barrier()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 @app.command(epilog=examples('oelm sample runs/debug --prompt "def "', "oelm sample runs/debug --tokens 200 --seed 1"))

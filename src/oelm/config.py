@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -217,7 +218,9 @@ def validation_line(error: ValidationError, root: type[BaseModel], source: str =
     else:
         given = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
         text = first["msg"].removeprefix("Value error, ")
-        message = f"{where}: {text[0].lower() + text[1:]}{given}" if where else text
+        names_field = re.match(r"[a-z_.]+: ", text)  # our own validators do
+        where = f"{where}." if where and names_field else f"{where}: " if where else ""
+        message = f"{where}{text if names_field else text[0].lower() + text[1:]}{given}"
     return f"{source}: {message}" if source else message
 
 

@@ -12,30 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import words_for, write_corpus
 
 from oelm.record import evaluations, losses, read_metrics, read_run
 
-SETTINGS = [
-    "model=tiny", "model.d_model=32", "model.n_layer=1", "model.context=32", "data.tokenizer=bpe:300",
-    "data.val_fraction=0.2", "train.max_steps=120", "train.batch_size=4", "train.warmup_steps=5",
-    "train.eval_every=40", "train.eval_tokens=500", "system.threads=1", "system.checkpoint_every=7",
-    "system.log_every=5",
-]  # fmt: skip
+LONGER = ["model.n_layer=1", "train.max_steps=120", "train.eval_every=40", "system.checkpoint_every=7"]
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A few documents with something to learn, prepared once for all runs."""
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = random.Random(0)
-    words = "the cat sat on a mat and saw one dog run far".split()
-    lines = [json.dumps({"text": " ".join(rng.choices(words, k=60))}) for _ in range(80)]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def start(corpus, out, *more):
-    words = [*SETTINGS, f"data.corpus={corpus / 'text.jsonl'}", f"system.data_dir={corpus / 'data'}", f"out={out}", *more]
+    words = words_for(corpus, out, *LONGER, *more)
     return subprocess.Popen(
         [sys.executable, "-m", "oelm.cli", "train", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -111,6 +111,7 @@ def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
     accelerator = Accelerator(
         mixed_precision={"fp32": "no"}.get(precision, precision), log_with=list(config.system.trackers) or None,
         project_dir=str(folder),
+        cpu=device.type == "cpu",  # without it, processes started on a machine with no GPU do not find each other
     )  # fmt: skip
     parts = accelerator.num_processes * config.train.accumulate
     if config.train.batch_size % parts:
@@ -170,7 +171,8 @@ def _operate(
 
     progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, quiet)
     verify(model, report, optimizer=wrapped[0])
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
     if run is None:
         return {}
     totals = {

@@ -1,0 +1,55 @@
+"""Two gloo processes see the batch that one process would see."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny import tiny_config, words_for, write_corpus
+
+from oelm.record import evaluations, losses, read_metrics, read_run
+from oelm.training.pretrain import pretrain
+
+
+def launch(corpus, out, *more):
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "oelm.cli", "train",
+         *words_for(corpus, out, *more)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(process):
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 0, errors[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_give_the_losses_of_one(tmp_path, accumulate):
+    corpus = write_corpus(tmp_path)
+    pretrain(tiny_config(corpus, tmp_path / "one"), quiet=True)
+    finish(launch(corpus, tmp_path / "two", f"train.accumulate={accumulate}"))
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    assert evaluations(two)[-1]["loss"] == pytest.approx(evaluations(one)[-1]["loss"], abs=1e-4)
+    assert read_run(tmp_path / "two")["processes"] == 2
+    assert read_run(tmp_path / "two")["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_two_processes_stop_at_the_same_step_and_resume_exactly(tmp_path):
+    corpus = write_corpus(tmp_path)
+    more = ["train.max_steps=300", "system.checkpoint_every=10"]
+    finish(launch(corpus, tmp_path / "whole", *more))
+    process = launch(corpus, tmp_path / "cut", *more)
+    metrics, deadline = tmp_path / "cut" / "metrics.jsonl", time.monotonic() + 90
+    while time.monotonic() < deadline and not (metrics.exists() and '"kind":"train"' in metrics.read_text()):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=90)
+    assert read_run(tmp_path / "cut")["status"] == "stopped"
+    finish(launch(corpus, tmp_path / "cut", *more))
+    assert losses(read_metrics(tmp_path / "cut")) == losses(read_metrics(tmp_path / "whole"))

@@ -1,0 +1,247 @@
+"""One run in this process: what it writes, how its options act, and what it says to bad input."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from tiny import tiny_config, write_corpus
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from oelm import apply_oelm, verify
+from oelm.data.tokens import Manifest
+from oelm.models.build import build_gpt
+from oelm.models.generate import generate
+from oelm.models.gpt import GPT
+from oelm.record import evaluations, losses, read_metrics, read_run
+from oelm.training import checkpoint
+from oelm.training.loop import TrainingFailed
+from oelm.training.pretrain import data_folder, prepare_data, pretrain
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def finished(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    pretrain(tiny_config(corpus, out), quiet=True)
+    return out
+
+
+def curve(config):
+    pretrain(config, quiet=True)
+    return losses(read_metrics(config.folder))
+
+
+def test_the_run_folder_tells_the_whole_story(finished, corpus):
+    record = read_run(finished)
+    assert record["status"] == "finished"
+    assert record["error"] is None
+    assert record["config"]["method"]["arm"] == "oelm"
+    assert record["precision"] == "fp32"
+    assert "no native bf16" in record["precision_reason"]
+    assert record["environment"]["versions"]["torch"]
+    assert record["surgery"]["frozen"] == 2 * 2 * 32 * 32
+    assert len(record["surgery"]["fingerprints"]) == 4
+    assert record["totals"]["steps"] == 20
+    assert record["totals"]["tokens"] == 20 * 4 * 32
+    manifest = Manifest.load(data_folder(tiny_config(corpus, finished).data, tiny_config(corpus, finished).system))
+    assert record["data_sha256"]["train"] == manifest.splits["train"].sha256
+
+    metrics = read_metrics(finished)
+    assert len(losses(metrics)) == 20
+    assert [e["step"] for e in evaluations(metrics)] == [10, 20]
+    last = evaluations(metrics)[-1]
+    assert last["ppl"] == pytest.approx(math.exp(last["loss"]))
+    val = manifest.splits["val"]
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) * val.tokens / val.bytes)
+    assert "validation PPL" in (finished / "training.log").read_text()
+
+    timing = json.loads((finished / "timing_stats.json").read_text())
+    assert timing["measured_steps"] == timing["warmup_steps"] == 10
+    assert sum(timing["phases"].values()) == pytest.approx(timing["mean_step"])
+    assert timing["tokens_per_second"] == pytest.approx(4 * 32 / timing["median_step"])
+    flops = record["flops_per_token"]
+    expected = (flops["forward"] + flops["input_gradient"] + flops["weight_gradient"]) * timing["tokens_per_second"]
+    assert timing["mfu"] == pytest.approx(expected / timing["matmul_peak_flops"])
+
+
+def test_the_best_model_is_a_hugging_face_folder(finished):
+    model = AutoModelForCausalLM.from_pretrained(finished / "best")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "best")
+    ids = tokenizer("the cat sat", return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == "the cat sat"
+    assert model(ids).logits.shape[-1] == model.config.vocab_size == len(tokenizer)
+    text = generate(finished / "best", "the cat", tokens=5, temperature=0.0, seed=0)
+    assert text.startswith("the cat")
+    assert text == generate(finished / "best", "the cat", tokens=5, temperature=0.0, seed=1)
+
+
+def test_it_learns_and_the_frozen_weights_do_not_move(corpus, tmp_path):
+    config = tiny_config(corpus, tmp_path / "run", "train.max_steps=60", "train.lr=5e-3")
+    values = curve(config)
+    assert sum(values[-5:]) < 0.8 * sum(values[:5])
+    surgery = read_run(config.folder)["surgery"]
+    fresh = build_gpt(config.model, AutoModelForCausalLM.from_pretrained(config.folder / "best").config.vocab_size, 0)
+    report = apply_oelm(fresh, config.method.oelm(config.init_seed))
+    fresh.load_state_dict(AutoModelForCausalLM.from_pretrained(config.folder / "best").state_dict())
+    verify(fresh, report, expected=surgery["fingerprints"])
+
+
+def test_micro_batches_change_nothing_but_rounding(corpus, tmp_path):
+    whole = curve(tiny_config(corpus, tmp_path / "a"))
+    assert curve(tiny_config(corpus, tmp_path / "b", "train.accumulate=4")) == pytest.approx(whole, abs=1e-4)
+
+
+def test_all_arms_see_the_same_batches_at_the_same_seed(corpus, tmp_path):
+    first = {arm: curve(tiny_config(corpus, tmp_path / arm, f"method={arm}"))[0] for arm in ("oelm", "baseline")}
+    other = curve(tiny_config(corpus, tmp_path / "seed", "data_seed=1"))[0]
+    assert first["oelm"] == pytest.approx(first["baseline"], abs=0.05)  # same batch, nearly the same model at the start
+    assert other != first["oelm"]
+
+
+def test_muon_trains_the_matrices(corpus, tmp_path):
+    values = curve(tiny_config(corpus, tmp_path / "run", "train.optimizer=muon", "train.max_steps=40", "train.lr=5e-3"))
+    assert sum(values[-5:]) < 0.9 * sum(values[:5])
+
+
+@pytest.mark.parametrize(("limit", "steps"), [("train.max_tokens=1000", 7), ("train.max_time=1e-9", 5)])
+def test_ends_early_at_a_whole_step(corpus, tmp_path, limit, steps):
+    config = tiny_config(corpus, tmp_path / "run", limit, "train.warmup_steps=2")
+    record = pretrain(config, quiet=True)
+    assert record["status"] == "finished"
+    assert record["totals"]["steps"] == steps
+    assert record["totals"]["best"]["step"] == steps  # evaluated at its end
+
+
+def test_tensorboard_by_config(corpus, tmp_path):
+    config = tiny_config(corpus, tmp_path / "run", "system.trackers=[tensorboard]")
+    pretrain(config, quiet=True)
+    assert list(config.folder.rglob("events.out.tfevents*"))
+
+
+@pytest.mark.slow
+def test_compiled_gives_the_same_curve(corpus, tmp_path):
+    eager = curve(tiny_config(corpus, tmp_path / "a"))
+    assert curve(tiny_config(corpus, tmp_path / "b", "system.compile=true")) == pytest.approx(eager, abs=1e-4)
+
+
+def test_a_nan_loss_names_step_and_rate_and_keeps_the_last_good_checkpoint(corpus, tmp_path, monkeypatch):
+    config = tiny_config(corpus, tmp_path / "run", "system.checkpoint_every=5", "train.clip=null")
+    plain = GPT.forward
+    calls = {"n": 0}
+
+    def poisoned(self, *args, **kwargs):
+        out = plain(self, *args, **kwargs)
+        calls["n"] += self.training
+        if self.training and calls["n"] == 13:
+            out.loss = out.loss * float("nan")
+        return out
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+    with pytest.raises(TrainingFailed, match="loss is not finite at step 13, learning rate 0.000597"):
+        pretrain(config, quiet=True)
+    record = read_run(config.folder)
+    assert record["status"] == "failed"
+    assert "not finite at step 13" in record["error"]
+    assert json.loads((config.folder / "last" / "meta.json").read_text())["step"] == 10
+    assert len(losses(read_metrics(config.folder))) == 10  # no stand-in values
+
+    monkeypatch.undo()  # whatever made it fail is mended: the same command goes on
+    assert pretrain(config, quiet=True)["status"] == "finished"
+
+
+def spoil_ids(folder):
+    path = folder / "train.bin"
+    ids = np.fromfile(path, dtype=np.uint16)
+    ids[100] = 60000
+    ids.tofile(path)
+
+
+def truncate(folder):
+    path = folder / "train.bin"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+@pytest.mark.parametrize(
+    ("words", "spoil", "message"),
+    [
+        (["model.vocab_size=100"], None, "model.vocab_size: 100 is smaller than the tokenizer's 287"),
+        ([], spoil_ids, "train.bin: id 60000 is beyond the 287 tokens"),
+        (["model.context=4000"], None, "bin: .* tokens are too few for context 4000"),
+        (["train.batch_size=3", "train.accumulate=2"], None, "accumulate: 2 micro-batches do not divide batch_size=3"),
+        (["model=smal"], None, "model.name: no preset 'smal'; did you mean 'small'"),
+        (["method=oelm-x"], None, "method: unknown 'oelm-x'"),
+        (["train.precision=fp16"], None, "train.precision: fp16 needs a CUDA device"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_line(tmp_path, words, spoil, message):
+    corpus = write_corpus(tmp_path, documents=30)
+    if spoil:
+        folder, _ = prepare_data(tiny_config(corpus, tmp_path).data, tiny_config(corpus, tmp_path).system, False)
+        spoil(folder)
+    with pytest.raises(ValueError, match=message):
+        pretrain(tiny_config(corpus, tmp_path / "run", *words), quiet=True)
+    if (tmp_path / "run" / "run.json").exists():
+        assert read_run(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_truncated_file_is_prepared_again(tmp_path):
+    corpus = write_corpus(tmp_path)
+    config = tiny_config(corpus, tmp_path / "run")
+    folder, before = prepare_data(config.data, config.system, False)
+    truncate(folder)
+    assert prepare_data(config.data, config.system, False)[1] == before
+    assert pretrain(config, quiet=True)["status"] == "finished"
+
+
+def test_an_unwritable_folder_is_one_clear_line(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\); choose another folder with out="):
+        pretrain(tiny_config(corpus, tmp_path / "file" / "run"), quiet=True)
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(corpus, tmp_path, monkeypatch):
+    config = tiny_config(corpus, tmp_path / "run", "system.checkpoint_every=5")
+    save, calls = checkpoint.save_file, {"n": 0}
+
+    def full(*args, **kwargs):
+        calls["n"] += 1
+        if calls["n"] == 3:
+            raise OSError(28, "No space left on device")
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        pretrain(config, quiet=True)
+    assert read_run(config.folder)["status"] == "failed"
+    assert json.loads((config.folder / "last" / "meta.json").read_text())["step"] == 10
+    assert not (config.folder / ".saving").exists()
+    monkeypatch.undo()
+    uninterrupted = curve(tiny_config(corpus, tmp_path / "other", "system.checkpoint_every=5"))
+    assert curve(config) == uninterrupted
+
+
+def test_a_checkpoint_of_another_model_is_refused(corpus, tmp_path):
+    one, other = tiny_config(corpus, tmp_path / "a"), tiny_config(corpus, tmp_path / "b", "model.n_layer=1")
+    pretrain(one, quiet=True)
+    other.folder.mkdir()
+    shutil.copytree(one.folder / "last", other.folder / "last")
+    with pytest.raises(ValueError, match="is of another model"):
+        pretrain(other, quiet=True)
+
+
+def test_bf16_autocast_runs_when_asked(corpus, tmp_path):
+    AcceleratorState._reset_state()
+    try:
+        record = pretrain(tiny_config(corpus, tmp_path / "run", "train.precision=bf16"), quiet=True)
+    finally:
+        AcceleratorState._reset_state()
+    assert record["precision"] == "bf16"
+    assert torch.isfinite(torch.tensor(record["totals"]["best"]["loss"]))
