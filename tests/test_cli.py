@@ -1,0 +1,108 @@
+"""The verbs as a user types them: output, help and errors."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tiny import words_for, write_corpus
+from typer.testing import CliRunner
+
+from oelm.cli import app, main
+
+VERBS = ["ls", "inspect", "prepare", "train", "sample"]
+
+
+def run(*words):
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def fails(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["oelm", *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    errors = capsys.readouterr().err
+    assert caught.value.code == 1
+    assert len(errors.strip().splitlines()) == 1
+    assert errors.startswith("oelm: ")
+    return errors
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_help_ends_with_two_examples(verb):
+    help_text = run(verb, "-h")
+    assert help_text.partition("Examples:")[2].count("oelm ") >= 2
+
+
+def test_ls_lists_arms_presets_and_corpora():
+    listing = json.loads(run("ls", "-f", "json"))
+    assert "oelm-slices" in listing["arms"]
+    assert "oelm_v2" in listing["arms"]["oelm"]
+    assert "medium-512" in listing["model presets"]
+    assert "stdlib" in listing["corpora"]
+    assert "oelm-identity-q" in run("ls")
+
+
+def test_inspect_prints_the_table_the_counts_and_the_ceiling():
+    text = run("inspect", "tiny", "method=oelm-q", "method.gain=2")
+    assert "headwise  2     frozen" in text
+    assert "keep      2     trained" in text
+    assert "FLOP ceiling: freezing saves at most" in text
+    facts = json.loads(run("inspect", "tiny", "method=oelm-slices", "-f", "json"))
+    assert facts["frozen"] == 2 * 2 * 64 * 64
+    assert facts["orthogonality_error"] == 0.0
+    assert 0 < facts["flops_per_token"]["ceiling"] < 0.2
+
+
+def test_published_counts_of_bert_from_the_command_line():
+    text = run("inspect", "bert-base-uncased", "method=oelm", "--labels", "3", "--context", "128")
+    assert "109,484,547 parameters: 95,310,339 trained, 14,174,208 frozen" in text
+    assert "at most 5.4% of a training step at 128 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", "tiny", "method=oelmx"], "method: unknown 'oelmx'; did you mean 'oelm'?"),
+        (["inspect", "tiny", "train.lr=1"], "train.lr=1: inspect takes method=... and method.<field>=... only"),
+        (["inspect", "tiny", "-f", "xml"], "--format: unknown 'xml'; choose text or json"),
+        (["train", "none.yaml"], "none.yaml: no such config file"),
+        (["train", "train.max_step=5"], "train.max_step: unknown key; did you mean 'train.max_steps'?"),
+        (["prepare", "data=tinystorie"], "data.corpus: no corpus 'tinystorie'; did you mean 'tinystories'?"),
+        (["sample", "nowhere"], "nowhere: no saved model there"),
+    ],
+)
+def test_errors_are_one_line(monkeypatch, capsys, words, message):
+    assert message in fails(monkeypatch, capsys, *words)
+
+
+def test_prepare_train_and_sample(tmp_path):
+    corpus = write_corpus(tmp_path)
+    words = words_for(corpus, tmp_path / "run")
+    prepared = run("prepare", *[w for w in words if w.startswith(("data", "system.data_dir"))])
+    assert "train: " in prepared
+    assert "vocabulary 288, uint16" in prepared
+    trained = run("train", *words)
+    assert trained.splitlines()[-2].startswith("finished: best PPL")
+    assert run("sample", str(tmp_path / "run"), "--prompt", "the cat", "--tokens", "8").startswith("the cat")
+
+
+def test_the_studys_own_spelling_is_the_same_run(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("oelm.training.pretrain.pretrain", lambda config: seen.append(config))
+    run("train", "--model_type", "oelm_v2", "--dataset", "tinystories", "--max_lr", "1e-3", "--max_steps", "100000",
+        "--out_dir", str(tmp_path / "GPT-02"))  # fmt: skip
+    run("train", "model=medium-512", "method=oelm", "data=tinystories", "data.tokenizer=gpt2", "train.batch_size=8",
+        "train.lr=1e-3", "train.max_steps=100000")  # fmt: skip
+    study, ours = seen
+    assert study.out == str(tmp_path / "GPT-02")
+    science = study.science()
+    science["method"]["arm"] = "oelm"  # the alias's only trace
+    assert science == ours.science()
+
+
+def test_the_module_runs_too():
+    done = subprocess.run([sys.executable, "-m", "oelm.cli", "ls"], capture_output=True, text=True, check=True)
+    assert "oelm-random" in done.stdout

@@ -1,0 +1,74 @@
+import pytest
+
+from oelm.config import RunConfig, load_config
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_then_file_then_words(tmp_path):
+    path = write(tmp_path, "method: oelm-q\ntrain: {lr: 1e-4, max_steps: 500}\n")
+    config = load_config(path, ["train.max_steps=200", "method.gain=2"])
+    assert config.train.lr == 1e-4  # PyYAML alone would read a string
+    assert config.train.max_steps == 200
+    assert config.train.batch_size == RunConfig().train.batch_size
+    assert (config.method.arm, config.method.gain) == ("oelm-q", 2.0)
+
+
+def test_words_in_any_order():
+    for words in (["method=oelm-q", "method.gain=2"], ["method.gain=2", "method=oelm-q"]):
+        method = load_config(None, words).method
+        assert (method.arm, method.gain) == ("oelm-q", 2.0)
+
+
+def test_the_id_follows_the_science_and_nothing_else():
+    base = RunConfig()
+    assert base.id == load_config(None, ["name=other", "out=x", "system.threads=3"]).id
+    ids = {load_config(None, [w]).id for w in ("train.lr=2e-3", "init_seed=1", "data_seed=1", "method=oelm-q")}
+    assert len(ids | {base.id}) == 5
+
+
+def test_the_method_section_becomes_an_oelm_config():
+    method = load_config(None, ["method=oelm", "method.init={q: identity, k: keep}", "method.freeze=q"]).method
+    config = method.oelm(init_seed=7)
+    assert config.role("init", "q") == "identity"
+    assert config.freeze == ("q",)
+    assert config.seed == 7
+    assert load_config(None, ["method.seed=3"]).method.oelm(7).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.max_step=3", "train.max_step: unknown key; did you mean 'train.max_steps'?"),
+        ("foo=1", "foo: unknown key; known: name, model"),
+        ("train.lr=-1", "train.lr: input should be greater than 0, got -1"),
+        ("train.lr=fast", "train.lr: input should be a valid number"),
+        ("train.warmup_steps=2000", "train.warmup_steps: 2000 must be less than max_steps=1000"),
+        ("train.clip.norm=1", "train.clip.norm"),
+        ("justaword", "justaword: not of the form key=value"),
+        ("train.lr=[", r"train.lr=\[: the value is not readable as YAML"),
+    ],
+)
+def test_errors_name_the_key_in_the_users_spelling(word, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(None, ["train.clip=1.0", word])
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such config file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ValueError, match="not readable as YAML"):
+        load_config(write(tmp_path, "a: ["))
+    with pytest.raises(ValueError, match="must hold a mapping"):
+        load_config(write(tmp_path, "- a\n"))
+    with pytest.raises(ValueError, match="run.yaml: train.lrr: unknown key; did you mean 'train.lr'?"):
+        load_config(write(tmp_path, "train: {lrr: 1}\n"))
+
+
+def test_yaml_cannot_execute(tmp_path):
+    with pytest.raises(ValueError, match="not readable as YAML"):
+        load_config(write(tmp_path, "name: !!python/object/apply:os.getcwd []\n"))

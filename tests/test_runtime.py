@@ -1,0 +1,29 @@
+import pytest
+import torch
+
+from oelm.runtime import choose_precision, environment, measure_peak, peak_memory
+
+CPU = torch.device("cpu")
+
+
+def test_cpu_never_gets_half_precision_unasked():
+    assert choose_precision("auto", CPU) == ("fp32", "no native bf16 on this cpu device")
+    assert choose_precision("bf16", CPU)[0] == "bf16"
+    with pytest.raises(ValueError, match="fp16 needs a CUDA device"):
+        choose_precision("fp16", CPU)
+
+
+def test_the_environment_can_be_repeated():
+    found = environment(CPU)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["cores"] >= 1
+    assert found["cpu"]
+    assert found["git"] is None or len(found["git"]["commit"]) == 40
+
+
+def test_the_peak_is_a_plausible_speed():
+    assert 1e8 < measure_peak(CPU, "fp32", size=256) < 1e14
+
+
+def test_memory_is_counted_in_bytes():
+    assert 5e7 < peak_memory(CPU) < 1e12
