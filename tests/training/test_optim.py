@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from architectures import build
@@ -15,7 +17,7 @@ def test_the_rate_warms_up_then_falls_to_its_floor():
     assert rates[9] == rates[10] == pytest.approx(1.0)
     assert rates[60] == pytest.approx(0.55)
     assert rates[110] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[10:]))
 
 
 @pytest.mark.parametrize("name", ["oelm-gpt", "gpt2"])
