@@ -154,6 +154,39 @@ def sample(
     print(generate(folder / "best" if (folder / "best").is_dir() else folder, prompt, tokens, temperature, seed))
 
 
+bench = typer.Typer(help="Measure honestly.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command(
+    epilog=examples(
+        "oelm bench step --arms baseline,oelm model=medium-512 train.batch_size=8",
+        "oelm bench step --arms baseline,oelm-q,oelm-slices model.d_model=256 -o runs/quickstart/bench.json",
+    )
+)
+def step(
+    words: Words = None,
+    arms: Annotated[str, typer.Option(help="the reference first, separated by commas")] = "baseline,oelm",
+    vocab: Annotated[int, typer.Option(help="vocabulary size", min=2)] = 4096,
+    blocks: Annotated[int, typer.Option(help="turns of each arm", min=2)] = 12,
+    steps: Annotated[int, typer.Option(help="steps a turn", min=1)] = 3,
+    out: Annotated[str | None, typer.Option("-o", help="also write the result as JSON")] = None,
+    form: Format = "text",
+) -> None:
+    """Step times of several arms, interleaved in one process, with the FLOP ceiling beside each saving."""
+    json_wanted = _is_json(form)
+    from pathlib import Path
+
+    from .config import load_config
+    from .record import write_atomically
+    from .study.bench import bench_step, table
+
+    result = bench_step(load_config(None, words or []), [a.strip() for a in arms.split(",")], vocab, blocks, steps)
+    if out:
+        write_atomically(Path(out), json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1) if json_wanted else table(result))
+
+
 def _describe_arm(init: object, freeze: object) -> str:
     kinds = "q {q}, k {k}".format(**init) if isinstance(init, dict) else str(init)
     roles = " and ".join(freeze) if isinstance(freeze, tuple) and freeze else "nothing"

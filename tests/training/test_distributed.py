@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from tiny import tiny_config, words_for, write_corpus
@@ -53,3 +54,17 @@ def test_two_processes_stop_at_the_same_step_and_resume_exactly(tmp_path):
     assert read_run(tmp_path / "cut")["status"] == "stopped"
     finish(launch(corpus, tmp_path / "cut", *more))
     assert losses(read_metrics(tmp_path / "cut")) == losses(read_metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["oelm-gpt", "gpt2"])
+def test_a_model_sharded_by_fsdp_trains_verifies_and_resumes_exactly(tmp_path, name):
+    tests = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(Path(__file__).with_name("sharded.py")), name, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("verified") == 2

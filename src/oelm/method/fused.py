@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layout import Layout
+from .layout import Layout, gathered
 from .leaves import Leaf, become
 
 
@@ -28,7 +28,7 @@ class Split(Leaf):
         """The original tensor, put together from its pieces."""
         if attribute not in self.oelm_pieces:
             return getattr(self, attribute)
-        named = [(getattr(self, name), roles) for name, roles in self.oelm_pieces[attribute]]
+        named = [(gathered(getattr(self, name)), roles) for name, roles in self.oelm_pieces[attribute]]
         whole = _join(named, self.oelm_layout, dim=0)
         return whole.T if self.oelm_layout.transposed and whole.dim() == 2 else whole
 

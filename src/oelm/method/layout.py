@@ -105,4 +105,9 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     # A split module holds the tensor in pieces and hands out the whole (see fused.py).
     tensor = owner.whole(attribute) if hasattr(owner, "whole") else getattr(owner, attribute)
     assert isinstance(tensor, Tensor)
-    return tensor
+    return gathered(tensor)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that FSDP has sharded (all processes must ask); any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

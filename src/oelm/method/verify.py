@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ def verify(
     model: nn.Module,
     report: OelmReport | None = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     expected: Mapping[str, str] | None = None,
 ) -> None:
     """Raises VerifyError with the tensor's name unless every promise holds.
@@ -31,7 +31,8 @@ def verify(
     report = report or getattr(model, "oelm_report", None)
     if report is None:
         raise VerifyError("model: OELM was not applied to it, so there is nothing to verify")
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
+    optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
 
     for row in report.projections:
         if row.frozen:

@@ -13,20 +13,30 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..method.layout import gathered
 
 # Randomness inside a step is a function of (seed, step), so there is no generator state to keep.
 
 
-def save_checkpoint(run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], meta: dict[str, Any]) -> None:
-    """Makes `last/` the given state and `previous/` the one before; at every moment one of them is whole."""
+def save_checkpoint(
+    run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], meta: dict[str, Any], write: bool = True
+) -> None:
+    """Makes `last/` the given state and `previous/` the one before; at every moment one of them is whole.
+
+    All processes call it, because sharded tensors are gathered; the one with `write` writes.
+    """
+    weights = {name: gathered(t).detach().contiguous() for name, t in _tensors(model).items()}
+    states = tree_map_only(torch.Tensor, gathered, [optimizer.state_dict() for optimizer in optimizers])
+    if not write:
+        return
     saving, last, previous = run / ".saving", run / "last", run / "previous"
     shutil.rmtree(saving, ignore_errors=True)
     saving.mkdir()
     try:
-        save_file(
-            {name: t.detach().contiguous() for name, t in _tensors(model).items()}, saving / "weights.safetensors"
-        )
-        torch.save([optimizer.state_dict() for optimizer in optimizers], saving / "optimizer.pt")
+        save_file(weights, saving / "weights.safetensors")
+        torch.save(states, saving / "optimizer.pt")
         sums = {path.name: _sync_and_sum(path) for path in sorted(saving.iterdir())}
         (saving / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=1) + "\n")
         _sync_and_sum(saving / "meta.json")
@@ -58,9 +68,14 @@ def load_checkpoint(
             raise ValueError(f"{folder}: is of another model ({odd} is not in both)")
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(tensors[name])
+                tensor.copy_(_sharded_like(tensor, tensors[name]))
         states = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
         for optimizer, state in zip(optimizers, states, strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for index, values in state["state"].items():
+                for key, value in values.items():
+                    if value.shape == parameters[index].shape:  # moments, not the step count
+                        values[key] = _sharded_like(parameters[index], value)
             optimizer.load_state_dict(state)
         return meta
     return None
@@ -94,6 +109,15 @@ def _checked_meta(folder: Path) -> dict[str, Any]:
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer once, under the names of the model as it stands after surgery."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _sharded_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not hasattr(target, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = target
+    return distribute_tensor(value.to(target.device), sharded.device_mesh, sharded.placements)
 
 
 def _sync_and_sum(path: Path) -> str:

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..config import RunConfig
+from ..method.layout import gathered
 from ..method.verify import unwrap, verify
 from ..record import Run
 from .checkpoint import load_checkpoint, replace_folder, save_checkpoint
@@ -41,8 +42,8 @@ class Task(Protocol):
     def describe(self, metrics: dict[str, float]) -> str:
         """The metrics as people say them."""
 
-    def save(self, model: nn.Module, folder: Path) -> None:
-        """Writes the model as a folder that others can load."""
+    def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+        """Writes the model, whose whole state dict is `state`, as a folder that others can load."""
 
 
 class TrainingFailed(RuntimeError):
@@ -116,12 +117,12 @@ def train(
 
     def checkpoint() -> None:
         book.flush(progress)
-        verify(inner, optimizer=optimizers[0])
+        verify(inner, optimizer=optimizers)
+        start = time.perf_counter()
+        meta = {"step": progress.step, "train_seconds": progress.train_seconds, "best": progress.best}
+        meta["metrics_size"] = run.metrics_size() if run else 0
+        save_checkpoint(folder, inner, optimizers, meta, write=run is not None)
         if run:
-            start = time.perf_counter()
-            size = run.metrics_size()
-            facts = {"step": progress.step, "train_seconds": progress.train_seconds, "best": progress.best}
-            save_checkpoint(folder, inner, optimizers, {**facts, "metrics_size": size})
             run.append("checkpoint", step=progress.step, seconds=time.perf_counter() - start)
         accelerator.wait_for_everyone()
 
@@ -130,7 +131,7 @@ def train(
             last_saved = time.monotonic()
             model.train()
             while progress.step < total:
-                book.add(_step(model, optimizers, task, config, accelerator, clock, progress.step, total))
+                book.add(train_step(model, optimizers, task, config, accelerator, clock, progress.step, total))
                 progress.step += 1
                 ended = progress.step == total
                 if progress.step % config.system.log_every == 0:
@@ -157,7 +158,7 @@ def train(
         screen.close()
 
 
-def _step(
+def train_step(
     model: nn.Module, optimizers: list[Any], task: Task, config: RunConfig, accelerator: Accelerator, clock: Clock,
     step: int, total: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -185,7 +186,7 @@ def _step(
     assert summed is not None
     norm = None
     if config.train.clip is not None:
-        norm = accelerator.clip_grad_norm_(model.parameters(), config.train.clip)
+        norm = gathered(accelerator.clip_grad_norm_(model.parameters(), config.train.clip))
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -261,8 +262,10 @@ def _evaluate(
     better = not progress.best or metrics["loss"] < progress.best["loss"]
     if better:
         progress.best = {**metrics, "step": progress.step}
+        inner = unwrap(accelerator.unwrap_model(model))
+        state = {name: gathered(tensor) for name, tensor in inner.state_dict().items()}
         if run:
-            replace_folder(folder / "best", lambda f: task.save(unwrap(accelerator.unwrap_model(model)), f))
+            replace_folder(folder / "best", lambda f: task.save(inner, state, f))
     if run:
         run.append("eval", step=progress.step, **metrics, seconds=time.perf_counter() - start)
         accelerator.log({f"val/{name}": value for name, value in metrics.items()}, step=progress.step)

@@ -70,12 +70,12 @@ class LanguageModelling:
     def describe(self, metrics: dict[str, float]) -> str:
         return f"PPL {metrics['ppl']:.2f} ({metrics['loss']:.4f} nats, {metrics['bits_per_byte']:.3f} bits/byte)"
 
-    def save(self, model: nn.Module, folder: Path) -> None:
+    def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # it would break into ours
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
         eot = json.loads((self.training.folder / "tokenizer.json").read_text())["added_tokens"][0]["content"]
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(self.training.folder / "tokenizer.json"), eos_token=eot)
         tokenizer.save_pretrained(folder)
@@ -170,7 +170,7 @@ def _operate(
         accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
 
     progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, quiet)
-    verify(model, report, optimizer=wrapped[0])
+    verify(model, report, optimizer=wrapped)
     for tracker in accelerator.trackers:
         tracker.finish()
     if run is None:
