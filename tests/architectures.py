@@ -146,6 +146,12 @@ BATTERY: dict[str, Architecture] = {
         ),
     ),
     "gpt2": _causal(hf.GPT2LMHeadModel, hf.GPT2Config(**_GPT2)),
+    "gpt2-cross": Architecture(
+        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_GPT2, add_cross_attention=True)),
+        lambda m: m(input_ids=_ids(), encoder_hidden_states=_vectors()).logits,
+        lambda m: m(input_ids=_ids(), encoder_hidden_states=_vectors(), labels=_ids()).loss,
+        4 * L,
+    ),
     "gpt-neo": _causal(
         hf.GPTNeoForCausalLM,
         hf.GPTNeoConfig(
@@ -160,6 +166,20 @@ BATTERY: dict[str, Architecture] = {
     ),
     "gpt-j": _causal(hf.GPTJForCausalLM, hf.GPTJConfig(**_GPT2, rotary_dim=4)),
     "gpt-neox": _causal(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**_SIZES, intermediate_size=FF, **NO_SPECIAL)),
+    "gpt-neox-japanese": _causal(
+        hf.GPTNeoXJapaneseForCausalLM,
+        hf.GPTNeoXJapaneseConfig(
+            **_SIZES, intermediate_multiple_size=2, hidden_dropout=0.0, attention_dropout=0.0, **NO_SPECIAL
+        ),
+    ),
+    "persimmon": _causal(
+        hf.PersimmonForCausalLM, hf.PersimmonConfig(**_SIZES, intermediate_size=FF, qk_layernorm=False, **NO_SPECIAL)
+    ),
+    "mpt": _causal(
+        hf.MptForCausalLM, hf.MptConfig(vocab_size=V, d_model=D, n_layers=L, n_heads=H, max_seq_len=32, **NO_SPECIAL)
+    ),
+    "imagegpt": _causal(hf.ImageGPTForCausalImageModeling, hf.ImageGPTConfig(**_GPT2)),
+    "mixtral": _causal(hf.MixtralForCausalLM, hf.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2)),
     "opt": _causal(
         hf.OPTForCausalLM, hf.OPTConfig(**_SIZES, ffn_dim=FF, word_embed_proj_dim=D, dropout=0.0, **NO_SPECIAL)
     ),

@@ -10,11 +10,13 @@ from oelm.models.gpt import GPT, PRESETS, GPTConfig
 
 
 @pytest.mark.parametrize("arm", ["baseline", "oelm", "oelm-q", "oelm-slices"])
-@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "gpt-neox", "llama", "phi3"])
+@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "gpt-neox", "llama", "phi3", "mixtral"])
 def test_agrees_with_what_torch_counts(name, arm):
     """torch counts the products of a real step; attention is made explicit so that it sees those too."""
     model = build(name)
     model.set_attn_implementation("eager")
+    if name == "mixtral":
+        model.set_experts_implementation("eager")
     apply_oelm(model, arm)
     with FlopCounterMode(display=False) as counter:
         loss = BATTERY[name].loss(model)

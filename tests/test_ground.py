@@ -54,10 +54,12 @@ def test_imports_point_one_way_and_files_fit_one_sitting(path):
 
 def test_the_method_needs_torch_alone():
     code = (
-        "import sys, oelm.method.verify; print([m for m in ('transformers', 'pydantic', 'yaml') if m in sys.modules])"
+        "import sys\nfor name in ('numpy', 'transformers', 'pydantic', 'yaml'):\n    sys.modules[name] = None\n"
+        "import torch, oelm\nmodel = torch.nn.TransformerEncoderLayer(8, 2, 8)\n"
+        "report = oelm.apply_oelm(model)\noelm.verify(model)\nprint(report.frozen)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == str(2 * (8 * 8 + 8))
 
 
 def test_help_answers_at_once_without_torch():
@@ -68,7 +70,7 @@ def test_help_answers_at_once_without_torch():
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("False")
-    assert time.monotonic() - start < 5  # generous: the point is that torch is not imported
+    assert time.monotonic() - start < 2  # a busy machine may take longer than the usual fifth of a second
 
 
 def test_the_tree_in_the_readme_is_the_tree_on_disk():

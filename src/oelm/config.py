@@ -208,7 +208,7 @@ def _expand(raw: dict[str, Any]) -> dict[str, Any]:
 def validation_line(error: ValidationError, root: type[BaseModel], source: str = "") -> str:
     """The first problem of a config, in the user's own spelling."""
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
+    path = _user_path(root, [str(part) for part in first["loc"]])
     where = ".".join(path)
     if first["type"] == "extra_forbidden":
         known = _keys_at(root, path[:-1])
@@ -222,6 +222,18 @@ def validation_line(error: ValidationError, root: type[BaseModel], source: str =
         where = f"{where}." if where and names_field else f"{where}: " if where else ""
         message = f"{where}{text if names_field else text[0].lower() + text[1:]}{given}"
     return f"{source}: {message}" if source else message
+
+
+def _user_path(section: type[BaseModel], loc: list[str]) -> list[str]:
+    """Where a problem is, without the names pydantic gives to the alternatives of a field's type."""
+    path: list[str] = []
+    for part in loc:
+        path.append(part)
+        annotation = section.model_fields[part].annotation if part in section.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        section = annotation
+    return path
 
 
 def _keys_at(section: type[BaseModel], path: list[str]) -> list[str]:

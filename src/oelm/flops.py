@@ -56,8 +56,9 @@ def count_flops(model: nn.Module, context: int) -> Flops:
     for path, module in model.named_modules():
         uses = shared if path.startswith(container) else 1 / context if _PER_SEQUENCE.search(path) else 1
         for name in _product_weights(module):
-            weight = getattr(module, name)
-            products = 2.0 * weight.numel() * uses
+            weight = module._parameters[name]
+            assert weight is not None
+            products = 2.0 * weight.numel() * uses * _share_of_experts(model, path, name, weight)
             if isinstance(module, Slice):
                 saved += 3 * products
                 continue
@@ -75,7 +76,20 @@ def _product_weights(module: nn.Module) -> list[str]:
         return [
             name for name in module._parameters if name.endswith("proj_weight") and getattr(module, name) is not None
         ]
-    return ["weight"] if is_linear(module) or isinstance(module, nn.Conv2d) else []
+    router = re.search(r"router|gate", type(module).__name__, re.IGNORECASE) and "weight" in module._parameters
+    if is_linear(module) or isinstance(module, nn.Conv2d) or router:
+        return ["weight"]
+    return [name for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.shape[0] > 1]
+
+
+def _share_of_experts(model: nn.Module, path: str, name: str, weight: nn.Parameter) -> float:
+    """A bank of experts (experts, rows, columns) multiplies each token by the few that it is routed to."""
+    if weight.ndim != 3:
+        return 1.0
+    active = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    if active is None:
+        raise ValueError(f"flops: cannot tell how {path}.{name} of shape {tuple(weight.shape)} is multiplied")
+    return active / weight.shape[0]
 
 
 def _uses_per_layer(model: nn.Module, distinct: int) -> float:

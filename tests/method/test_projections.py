@@ -82,24 +82,82 @@ def test_selects_and_excludes_like_peft():
     assert len(find_projections(bert, ["query", "key"])) == 4
 
 
+def with_children(cls, **children):
+    """BERT whose attention modules get other children: what a reader of names must not overlook."""
+    built = build("bert")
+    for module in built.modules():
+        if type(module).__name__ == "BertSelfAttention":
+            for name, child in children.items():
+                setattr(module, name, child)
+    return built
+
+
+class GatedMixer(Attention):
+    """Not attention, but with a q and a k."""
+
+
+def shared_parameter():
+    built = build("gpt2")
+    built.transformer.h[1].attn.c_attn.weight = built.transformer.h[0].attn.c_attn.weight
+    return built
+
+
 @pytest.mark.parametrize(
     ("make", "targets", "message"),
     [
         (lambda: nn.Linear(4, 4), None, "nothing in Linear matches q/k, query/key or fused qkv"),
         (lambda: build("bert"), ["nope"], r"nothing in BertForSequenceClassification matches \['nope'\]"),
-        (lambda: build("bert"), ["query"], "selects only q of bert.encoder.layer.0.attention.self"),
-        (lambda: model(["ask", "offer"]), None, r"without recognisable query and key at layers.0 \(Attention: ask, o"),
-        (lambda: model(["q_proj", "v_proj"]), None, "layers.0.q_proj is a q projection without its partner"),
-        (lambda: model(["q_proj", "k_proj"], heads=None), None, "cannot tell the number of heads of layers.0"),
-        (lambda: model(["q_proj", "k_proj"], heads=5), None, "5 heads do not divide the rows of layers.0"),
-        (lambda: model(["qkv_proj"], rows=96), None, "fuses q, k and v in an order Attention alone knows"),
+        (lambda: build("bert"), {}, "target_modules: is empty"),
+        (lambda: build("bert"), "(", "'\\(' is not a regular expression"),
+        (lambda: build("bert"), ["query"], r"takes only q \(query\) of bert.encoder.layer.0.attention.self"),
         (lambda: build("bert"), {"value": "value"}, "unknown role 'value'; use q, k, qkv or qkv_per_head"),
+        (lambda: model(["ask", "offer"]), None, r"no query and key recognised in layers.0 \(Attention: ask \(Linear\)"),
+        (lambda: model(["q_proj", "v_proj"]), None, r"takes only q \(q_proj\) of layers.0; its partner is missing"),
+        (lambda: model(["q_proj", "k_proj"], heads=None), None, "cannot tell the number of heads of layers.0"),
+        (lambda: model(["q_proj", "k_proj"], heads=5), None, "5 heads do not divide the 32 query rows of layers.0"),
+        (lambda: model(["qkv_proj"], rows=96), None, "fuses q, k and v in an order Attention alone knows"),
+        (lambda: model(["qkv"], rows=32), None, "4 heads do not divide the 10 query rows of layers.0"),
+        (lambda: with_children(nn, query_global=nn.Linear(32, 32)), None, "query_global sounds like a query or key"),
+        (lambda: with_children(nn, key=nn.Identity()), None, r"takes only q \(query\).*not a plain linear layer"),
+        (lambda: nn.ModuleList([GatedMixer(["q", "k"])]), None, r"0 \(GatedMixer\) has q and k but is not named atten"),
+        (shared_parameter, None, "h.0.attn.c_attn.weight and transformer.h.1.attn.c_attn.weight are one parameter"),
+        (lambda: torch.ao.quantization.quantize_dynamic(build("bert"), {nn.Linear}), None,
+         "self.query is a torch.ao.nn.quantized.dynamic.*: quantised weights cannot take a frame"),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_never_a_silent_partial_match(make, targets, message):
-    built = make()
-    if isinstance(built, nn.ModuleDict) and hasattr(built["layers"][0], "qkv_proj"):
-        for layer in built["layers"]:
-            layer.head_dim = 8
     with pytest.raises(ValueError, match=message):
-        find_projections(built, targets)
+        find_projections(make(), targets)
+
+
+def test_modules_that_are_not_attention_may_have_such_names():
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.in_proj = nn.Linear(32, 96)
+
+    hybrid = build("bert")
+    hybrid.mixer = Mixer()
+    assert len(find_projections(hybrid)) == 4
+
+
+def test_exclusion_takes_what_is_below_and_a_typo_is_an_error():
+    t5 = build("t5")
+    assert {p.stack for p in find_projections(t5, exclude_modules=["decoder"])} == {"encoder"}
+    with pytest.raises(ValueError, match="exclude_modules: nothing in T5ForConditionalGeneration matches"):
+        find_projections(t5, exclude_modules=["decodr"])
+
+
+def test_frames_do_not_depend_on_what_else_is_selected_or_added():
+    """Stack and place decide a frame: selecting a part of the model, or growing it, must not move them."""
+    t5 = build("t5")
+    whole = {p.name: (p.stack, p.place) for p in find_projections(t5)}
+    for p in find_projections(t5, r"encoder\..*"):
+        assert whole[p.name] == (p.stack, p.place)
+    stages = nn.ModuleList([nn.ModuleList([Attention(["q", "k"])]), nn.ModuleList([Attention(["q", "k"])] * 1)])
+    before = {p.name: p.place for p in find_projections(stages)}
+    stages[0].append(Attention(["q", "k"]))
+    after = {p.name: p.place for p in find_projections(stages)}
+    assert before.items() <= after.items()
+    assert [p.layer for p in find_projections(stages)] == [0, 0, 1, 1, 2, 2]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import BATTERY, D, H, build
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification
 
 from oelm import OelmConfig, apply_oelm, verify
@@ -158,7 +159,7 @@ def test_biases_are_zeroed_or_kept_and_frozen_either_way():
 @pytest.mark.parametrize("name", ["oelm-gpt", "bert", "llama"])
 def test_an_identity_query_takes_no_product_and_gives_the_same_numbers(name):
     def run(model):
-        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter:
             loss = BATTERY[name].loss(model)
             loss.backward()
         return loss, counter.get_total_flops()
@@ -172,6 +173,87 @@ def test_an_identity_query_takes_no_product_and_gives_the_same_numbers(name):
     q, k = (row.projection for row in apply_oelm(build(name)).projections[:2])
     tokens, layers = 2 * 12, 2
     assert more - flops == layers * tokens * 6 * (q.rows * q.d_in + k.rows * k.d_in)
+
+
+@pytest.mark.parametrize("name", ["oelm-gpt", "bert", "llama", "gpt2"])
+@pytest.mark.parametrize("fields", [{"gain": 1.7}, {"offset": {"q": 0.25, "k": 0.5}}, {"gain": {"q": 0.5, "k": 1.0}}])
+def test_slices_with_gain_and_offset_compute_what_their_weights_say(name, fields):
+    model, plain = build(name).eval(), build(name).eval()
+    apply_oelm(model, OelmConfig(init="identity", **fields))
+    plain.load_state_dict(model.state_dict())
+    outputs = BATTERY[name].outputs
+    torch.testing.assert_close(outputs(model), outputs(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_slices_keys_read_the_coordinates_half_the_width_away():
+    model = build("oelm-gpt")
+    q, k = (row.projection.weight(model) for row in apply_oelm(model, "oelm-slices").projections[:2])
+    assert torch.equal(q, torch.eye(D))
+    assert torch.equal(k, torch.eye(D).roll(D // 2, dims=1))
+
+
+def test_grouped_keys_line_up_with_the_first_query_of_their_group():
+    for arm, kinds in (("oelm-tied", ("q", "k")), ("oelm-slices", ("q", "k"))):
+        model = build("llama")  # 4 query heads of 8, 2 key heads
+        fields = {"offset": 0.0} if arm == "oelm-slices" else {}
+        rows = apply_oelm(model, OelmConfig.arm(arm, **fields)).projections[:2]
+        q, k = (row.projection.weight(model).reshape(-1, 8, D) for row in rows)
+        assert tuple(row.projection.role for row in rows) == kinds
+        assert torch.equal(k, q[::2])
+
+
+def test_encoder_decoder_and_cross_attention_draw_apart():
+    model = build("t5")
+    report = apply_oelm(model)
+    firsts = [row.projection.weight(model) for row in report.projections if row.projection.place.startswith("0")]
+    assert len(firsts) == 6
+    assert not any(torch.equal(a, b) for i, a in enumerate(firsts) for b in firsts[:i])
+
+
+def test_a_slice_gives_what_autocast_would():
+    model = build("oelm-gpt")
+    apply_oelm(model, "oelm-slices")
+    layer = model.blocks[0].attn.q_proj
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(2, D)).dtype == torch.bfloat16
+    assert layer(torch.randn(2, D)).dtype == torch.float32
+
+
+def test_a_foreign_attention_may_write_into_its_query():
+    model = build("llama")
+    apply_oelm(model, "oelm-slices")
+    x = torch.randn(2, D)
+    kept = x.clone()
+    model.model.layers[0].self_attn.q_proj(x).mul_(3)
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize(("name", "arm", "target"), [("gpt2", "oelm", "c_attn"), ("llama", "oelm-slices", "q_proj")])
+def test_lora_trains_on_top_and_a_merge_that_would_be_lost_is_refused(name, arm, target):
+    from peft import LoraConfig, get_peft_model
+
+    model = build(name)
+    report = apply_oelm(model, arm)
+    adapted = get_peft_model(model, LoraConfig(target_modules=[target], fan_in_fan_out=name == "gpt2"))
+    train(adapted, BATTERY[name].loss)
+    verify(adapted, report)
+    with pytest.raises(RuntimeError, match="split or sliced by OELM and cannot be written in place"):
+        adapted.merge_and_unload()
+
+
+def test_lora_on_a_plain_frozen_projection_merges_and_verify_sees_it():
+    from peft import LoraConfig, get_peft_model
+
+    model = build("llama")
+    report = apply_oelm(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "k_proj"]))
+    train(adapted, BATTERY["llama"].loss)
+    verify(adapted, report)
+    expected = BATTERY["llama"].outputs(adapted)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(BATTERY["llama"].outputs(merged), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="orthogonality error|bytes changed"):
+        verify(merged, report)
 
 
 def test_copies_and_pickles_keep_the_surgery():
@@ -198,6 +280,10 @@ def test_applying_twice_is_an_error():
     apply_oelm(model)
     with pytest.raises(ValueError, match="applied to it already"):
         apply_oelm(model)
+    part = build("gpt2")
+    apply_oelm(part.transformer, "oelm-q")
+    with pytest.raises(ValueError, match="applied to it already"):
+        apply_oelm(part)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +300,10 @@ def test_applying_twice_is_an_error():
         ({"layers_to_transform": "some"}, "layers_to_transform: 'some' is neither"),
         ({"layers_to_transform": [7]}, "layers_to_transform: no layer 7; the model has 0-1"),
         ({"layers_to_transform": "all but the last 2"}, "leaves no layer to transform"),
+        ({"layers_to_transform": [True]}, "layers_to_transform: must be whole numbers"),
+        ({"layers_to_transform": 1.5}, "layers_to_transform: must be whole numbers"),
+        ({"freeze": None}, "freeze: give any of q and k"),
+        ({"gain": 1e37}, "gain: 1e\\+37 is too large for torch.float32"),
         ({"seed": 0.5}, "seed: must be an integer"),
     ],
 )  # fmt: skip

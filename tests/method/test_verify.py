@@ -61,10 +61,10 @@ def test_fingerprints_from_elsewhere_are_compared():
     model, report = model_with_surgery()
     verify(model, expected=report.fingerprints)
     other = dict(report.fingerprints)
-    other[next(iter(other))] = "0" * 64
+    other[next(iter(other))] = "float32:" + "0" * 64
     with pytest.raises(VerifyError, match="bytes changed"):
         verify(model, expected=other)
-    with pytest.raises(VerifyError, match="bytes changed"):
+    with pytest.raises(VerifyError, match="was nothing at surgery and is float32 now"):
         verify(model, expected={})
 
 
@@ -73,8 +73,23 @@ def test_a_model_without_surgery_has_nothing_to_verify():
         verify(build("bert"))
 
 
+def test_a_changed_dtype_is_told_from_changed_bytes():
+    model, _ = model_with_surgery()
+    with pytest.raises(VerifyError, match="was float32 at surgery and is bfloat16 now"):
+        verify(model.to(torch.bfloat16))
+
+
+@torch.no_grad()
+def test_the_tolerance_is_that_of_rounding_and_no_more():
+    model, report = model_with_surgery()
+    frozen_parameter(model)[1].mul_(1 + 2e-6)  # Gram matrix off by 4e-6, where rounding explains 1e-6
+    with pytest.raises(VerifyError, match="orthogonality error 4"):
+        verify(model, report)
+
+
 def test_looks_through_wrappers():
     model, _ = model_with_surgery("gpt2")
     compiled = torch.compile(model, backend="eager")
     BATTERY["gpt2"].loss(compiled).backward()
     verify(compiled)
+    verify(torch.nn.DataParallel(model))

@@ -30,6 +30,8 @@ class OelmConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.freeze, str | Sequence):
+            raise ValueError(f"freeze: give any of q and k, e.g. ('q', 'k') or 'q'; got {self.freeze!r}")
         object.__setattr__(self, "freeze", tuple(self.freeze))
         for name in ("init", "gain", "offset"):
             value = getattr(self, name)
@@ -49,8 +51,13 @@ class OelmConfig:
         for role in self.freeze:
             one_of("freeze", role, ROLES)
         one_of("bias", self.bias, ("zero", "keep"))
-        if isinstance(self.layers_to_transform, str):
-            layer_rule(self.layers_to_transform)
+        layers = self.layers_to_transform
+        if isinstance(layers, str):
+            layer_rule(layers)
+        elif layers is not None:
+            numbers = list(layers) if isinstance(layers, Sequence) else [layers]
+            if any(type(n) is not int for n in numbers):
+                raise ValueError(f"layers_to_transform: must be whole numbers, got {layers!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed: must be an integer, got {self.seed!r}")
 

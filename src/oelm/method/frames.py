@@ -36,7 +36,7 @@ def make_frame(
     kind: str,
     *,
     seed: int,
-    layer: int,
+    layer: int | str,
     role: str,
     heads: int,
     head_dim: int,

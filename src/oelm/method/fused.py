@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layout import Layout, gathered
+from .layout import Layout, ReadOnly, gathered
 from .leaves import Leaf, become
 
 
@@ -70,7 +70,7 @@ class SplitRows(Split):
 
     @property
     def weight(self) -> Tensor:
-        return self.whole("weight")
+        return self.whole("weight").as_subclass(ReadOnly)
 
     @property
     def bias(self) -> Tensor | None:

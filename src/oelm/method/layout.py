@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Projection:
     group: int  # query heads per head of this projection
     layout: Layout
     bias_layout: Layout
+    place: str = ""  # every number on the way to it, "3" or "1.0": what its frame is drawn for
 
     @property
     def key(self) -> str:
@@ -101,11 +103,35 @@ class Projection:
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
     owner_name, _, attribute = name.rpartition(".")
-    owner: Any = model.get_submodule(owner_name)
+    owner = owner_of(model, owner_name)
     # A split module holds the tensor in pieces and hands out the whole (see fused.py).
     tensor = owner.whole(attribute) if hasattr(owner, "whole") else getattr(owner, attribute)
     assert isinstance(tensor, Tensor)
     return gathered(tensor)
+
+
+def owner_of(model: nn.Module, path: str) -> Any:
+    """The module at `path`, looked for inside the adapter when PEFT has put one around it."""
+    module = model.get_submodule(path)
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = inner
+    return module
+
+
+class ReadOnly(Tensor):
+    """A weight that may be read but not written through this handle: the write would be lost or unseen."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        by_operator = name == "__set__" or re.fullmatch(r"__i(add|sub|mul|truediv|pow|and|or)__", name)
+        by_method = re.fullmatch(r"[a-z].*[^_]_", name) and name != "requires_grad_"
+        if by_operator or by_method or name == "__setitem__":
+            raise RuntimeError(
+                "this weight was split or sliced by OELM and cannot be written in place (merging an adapter into it, "
+                "for example); save the state dict, load it into a plain model and write there"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def gathered(tensor: Tensor) -> Tensor:

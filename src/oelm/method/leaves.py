@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layout import Projection
+from .layout import Projection, ReadOnly
 
 
 class Leaf:
@@ -38,10 +38,14 @@ def _blank(mixin: type, base: type) -> object:
 class Slice(Leaf):
     """A frozen identity frame reads coordinates of its input: the product is skipped, the weight stays."""
 
-    weight: Tensor
     bias: Tensor | None
     oelm_runs: list[tuple[int, int]]
     oelm_gain: float
+    oelm_copies: bool
+
+    @property
+    def weight(self) -> Tensor:
+        return self._parameters["weight"].as_subclass(ReadOnly)  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):  # what a matrix product would have returned
@@ -50,10 +54,12 @@ class Slice(Leaf):
         y = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
         if self.oelm_gain != 1.0:
             y = y * self.oelm_gain
+        elif len(pieces) == 1 and self.oelm_copies:
+            y = y.clone()  # an attention that scales q in place would write into its own input
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def slice_identity(linear: nn.Module, projection: Projection, gain: float, offset: int) -> None:
+def slice_identity(linear: nn.Module, projection: Projection, gain: float, offset: int, copies: bool) -> None:
     """Replaces the product of a frozen identity projection (see frames.py) by reading its coordinates."""
     d_in, head_dim = projection.d_in, projection.head_dim
     reads = [
@@ -68,4 +74,4 @@ def slice_identity(linear: nn.Module, projection: Projection, gain: float, offse
         else:
             runs.append((coordinate, 1))
     become(linear, Slice)
-    linear.oelm_runs, linear.oelm_gain = runs, gain  # type: ignore[assignment]
+    linear.oelm_runs, linear.oelm_gain, linear.oelm_copies = runs, gain, copies  # type: ignore[assignment]

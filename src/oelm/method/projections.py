@@ -2,7 +2,8 @@
 
 Separate projections are found by their names (`q_proj`, `query`, `to_q`, ...) below one attention
 module. Where q, k and v share one weight, the order of its rows is a convention of the class and
-cannot be seen from the shape, so fused layouts come from a table, never from a guess.
+cannot be seen from the shape, so fused layouts come from a table (`qkv` alone is taken for timm's
+q, k, v blocks). What looks like attention and is not understood is an error, never skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .layout import Layout, Part, Projection
 
@@ -25,11 +26,13 @@ _ROLE = re.compile(
     re.IGNORECASE,
 )
 _FUSED = re.compile(r"w?qkv(?:_?proj)?|query_key_value|c_attn|w_?pack|in_proj", re.IGNORECASE)
+_HINTS_AT_ROLE = re.compile(r"(?:^|_)(?:q|k|query|key|queries|keys)(?:_|$)", re.IGNORECASE)
+_LEFT_TRAINED = {"pos_query_proj", "pos_key_proj"}  # DeBERTa's projections of positions, documented in method.md
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_kv")
+_STACK_WORDS = ("text", "vision", "audio", "language", "encoder", "decoder")
 
-_BLOCKS = {"GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention", "ModernBertAttention",
-           "MptAttention", "Phi3Attention"}  # fmt: skip
+_BLOCKS = {"GPT2Attention", "ImageGPTAttention", "ModernBertAttention", "MptAttention", "Phi3Attention"}
 _PER_HEAD = {"GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention", "PersimmonAttention"}
 
 
@@ -41,30 +44,26 @@ def find_projections(
     `target_modules` as in PEFT (name suffixes, or one regular expression) narrows the selection; as a
     mapping it names the modules of an architecture this file does not know: {"q": "ask", "k": "offer"},
     {"qkv": "mix"} for rows in blocks q, k, v, or {"qkv_per_head": "mix"} for q, k, v inside each head.
+    `exclude_modules` leaves out the named modules and everything below them.
     """
-    named = target_modules if isinstance(target_modules, Mapping) else None
+    if target_modules is not None and not target_modules:
+        raise ValueError("target_modules: is empty; leave it out to take every attention module")
+    if isinstance(target_modules, Mapping) and (unknown := set(target_modules) - {"q", "k", "qkv", "qkv_per_head"}):
+        raise ValueError(f"target_modules: unknown role {min(unknown)!r}; use q, k, qkv or qkv_per_head")
+    excluded = {path for path, _ in model.named_modules() if path and _below(path, exclude_modules)}
+    if exclude_modules and not excluded:
+        raise ValueError(f"exclude_modules: nothing in {type(model).__name__} matches {exclude_modules!r}")
+
     found: list[Projection] = []
-    missed: list[str] = []
     for path, module in model.named_modules():
-        if _matches(path, exclude_modules):
-            continue
-        site = _named_site(model, path, module, named) if named else _site(model, path, module)
-        if site is None and not named and _looks_like_attention(module):
-            missed.append(f"{path} ({type(module).__name__}: {', '.join(_linear_children(module))})")
-        found += site or []
-    if target_modules is not None and named is None:
-        found = [p for p in found if _matches(p.module, target_modules)]
-    found = [p for p in found if not _matches(p.module, exclude_modules)]
-    if missed and target_modules is None:
-        raise ValueError(
-            f"target_modules: attention without recognisable query and key at {missed[0]}"
-            f"{f' and {len(missed) - 1} more' if len(missed) > 1 else ''}; name them, "
-            'e.g. {"q": "ask", "k": "offer"}, or leave them out with exclude_modules'
-        )
+        if path not in excluded:
+            found += _site(model, path, module, target_modules, excluded)
+    if target_modules is None:
+        _check_nothing_missed(model, found, excluded)
     if not found:
         sought = target_modules or "q/k, query/key or fused qkv projections below an attention module"
         raise ValueError(f"target_modules: nothing in {type(model).__name__} matches {sought}")
-    _check_pairs(found)
+    _check_not_shared(model, found)
     return _number_layers(found)
 
 
@@ -75,61 +74,92 @@ def layers_by_stack(projections: Iterable[Projection]) -> dict[str, list[int]]:
     return {stack: sorted(numbers) for stack, numbers in layers.items()}
 
 
-def _site(model: nn.Module, path: str, module: nn.Module) -> list[Projection] | None:
-    """The projections that sit directly in one attention module, None when it holds none."""
+def is_linear(module: nn.Module) -> bool:
+    """nn.Linear, or transformers' Conv1D (which is a linear layer with its weight transposed)."""
+    return isinstance(module, nn.Linear) or any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+
+
+def _site(
+    model: nn.Module, path: str, module: nn.Module, targets: Targets | None, excluded: set[str]
+) -> list[Projection]:
+    """The projections that sit directly in one module; none when it is not an attention module."""
     if isinstance(module, nn.MultiheadAttention):
-        return _multihead_site(path, module)
-    children = _linear_children(module)
+        chosen = not isinstance(targets, Mapping) and (targets is None or _matches(path, targets))
+        return _multihead_site(path, module) if chosen else []
+    full = {name: f"{path}.{name}" if path else name for name, _ in module.named_children()}
+    children = {n: c for n, c in module.named_children() if is_linear(c) and full[n] not in excluded}
+    if isinstance(targets, Mapping):
+        return _named_site(model, path, module, children, full, targets)
+    if targets is not None:
+        children = {name: child for name, child in children.items() if _matches(full[name], targets)}
     roles = {m["role"][0].lower(): name for name in children if (m := _ROLE.fullmatch(name))}
-    if roles:
-        return _separate(model, path, module, roles)
     fused = [name for name in children if _FUSED.fullmatch(name)]
+    if not _is_attention(module):
+        if set(roles) == {"q", "k"} and targets is None:
+            raise ValueError(
+                f"target_modules: {path or 'the model'} ({type(module).__name__}) has {roles['q']} and {roles['k']} "
+                "but is not named attention; take it in with target_modules or leave it out with exclude_modules"
+            )
+        if targets is None or not roles:
+            return []
+    if roles and not fused:
+        found = _separate(model, path, module, roles, children)
+        _check_siblings(path, module, set(roles.values()), excluded)
+        return found
     if not fused:
-        return None
-    cls, child = type(module).__name__, fused[0]
-    rows = _layout_rows(children[child])
-    heads, head_dim = _head_shape(model, path, module)
+        return []
+    if type(module).__name__ == "GPT2Attention" and getattr(module, "is_cross_attention", False):
+        return _gpt2_cross(model, path, module, children)
+    _check_siblings(path, module, {fused[0]}, excluded)
+    return _fused_by_class(model, path, module, fused[0], children[fused[0]])
+
+
+def _named_site(
+    model: nn.Module, path: str, module: nn.Module, children: Mapping[str, nn.Module], full: Mapping[str, str],
+    named: Mapping[str, str],
+) -> list[Projection]:  # fmt: skip
+    roles = {role: name for name in children for role in "qk" if role in named and _matches(full[name], [named[role]])}
+    if roles:
+        return _separate(model, path, module, roles, children)
+    for key in {"qkv", "qkv_per_head"} & set(named):
+        for name, child in children.items():
+            if _matches(full[name], [named[key]]):
+                heads, head_dim = _head_shape(model, path, module, _rows(child) // 3)
+                parts = _parts(heads, head_dim, head_dim * heads, per_head=key == "qkv_per_head")
+                return _fused(path, name, child, parts, heads, head_dim)
+    return []
+
+
+def _fused_by_class(model: nn.Module, path: str, module: nn.Module, child: str, linear: nn.Module) -> list[Projection]:
+    cls, rows = type(module).__name__, _rows(linear)
+    heads, head_dim = _head_shape(model, path, module, rows // 3)
     if cls == "FalconAttention":
         parts = _falcon_parts(module, heads, head_dim)
     elif cls == "CodeGenAttention":  # four model-parallel shards, each q, v, k
         parts = (4, tuple(Part(role, rows // 12) for role in "qvk"))
     elif cls in _PER_HEAD:
-        parts = _parts(path, child, rows, heads, head_dim, per_head=True)
-    elif cls in _BLOCKS or child == "qkv":  # `qkv` is timm's name and its order
-        parts = _parts(path, child, rows, heads, head_dim, per_head=False)
+        parts = _parts(heads, head_dim, heads * head_dim, per_head=True)
+    elif cls in _BLOCKS or child == "qkv":
+        grouped = _number(getattr(module, "config", None), ("num_key_value_heads",)) or heads
+        parts = _parts(heads, head_dim, grouped * head_dim, per_head=False)
     else:
         raise ValueError(
             f"target_modules: {path}.{child} fuses q, k and v in an order {cls} alone knows; say which with "
             f'target_modules={{"qkv": "{child}"}} (blocks q, k, v) or {{"qkv_per_head": "{child}"}}'
         )
-    return _fused(path, child, children[child], parts, heads, head_dim)
+    return _fused(path, child, linear, parts, heads, head_dim)
 
 
-def _named_site(model: nn.Module, path: str, module: nn.Module, named: Mapping[str, str]) -> list[Projection] | None:
-    unknown = set(named) - {"q", "k", "qkv", "qkv_per_head"}
-    if unknown:
-        raise ValueError(f"target_modules: unknown role {sorted(unknown)[0]!r}; use q, k, qkv or qkv_per_head")
-    children = _linear_children(module)
-    full = {name: f"{path}.{name}" if path else name for name in children}
-    roles = {role: name for name in children for role in "qk" if role in named and _matches(full[name], [named[role]])}
-    if roles:
-        return _separate(model, path, module, roles)
-    for key in ("qkv", "qkv_per_head"):
-        for name in children:
-            if key in named and _matches(full[name], [named[key]]):
-                heads, head_dim = _head_shape(model, path, module)
-                rows = _layout_rows(children[name])
-                parts = _parts(path, name, rows, heads, head_dim, per_head=key == "qkv_per_head")
-                return _fused(path, name, children[name], parts, heads, head_dim)
-    return None
-
-
-def _separate(model: nn.Module, path: str, module: nn.Module, roles: Mapping[str, str]) -> list[Projection]:
+def _separate(
+    model: nn.Module, path: str, module: nn.Module, roles: Mapping[str, str], children: Mapping[str, nn.Module]
+) -> list[Projection]:
     if set(roles) != {"q", "k"}:
         role, name = next(iter(roles.items()))
-        raise ValueError(f"target_modules: {path}.{name} is a {role} projection without its partner beside it")
-    children = _linear_children(module)
-    q_rows, k_rows = (_layout_rows(children[roles[role]]) for role in "qk")
+        raise ValueError(
+            f"target_modules: takes only {role} ({name}) of {path or 'the model'}; its partner is missing, not a plain "
+            "linear layer, or not selected. Select both, and choose what to freeze with `freeze`"
+        )
+    q_rows, k_rows = (_rows(children[roles[role]]) for role in "qk")
     heads, head_dim = _head_shape(model, path, module, q_rows)
     if q_rows != heads * head_dim or k_rows % head_dim or heads % max(k_rows // head_dim, 1):
         raise ValueError(
@@ -145,7 +175,7 @@ def _separate(model: nn.Module, path: str, module: nn.Module, roles: Mapping[str
             rows // head_dim,
             head_dim,
             heads,
-            Layout(1, (Part(role, rows),), _transposed(children[roles[role]])),
+            Layout(1, (Part(role, rows),), not isinstance(children[roles[role]], nn.Linear)),
         )
         for role, rows in (("q", q_rows), ("k", k_rows))
     ]
@@ -154,25 +184,22 @@ def _separate(model: nn.Module, path: str, module: nn.Module, roles: Mapping[str
 def _fused(
     path: str, child: str, linear: nn.Module, parts: tuple[int, tuple[Part, ...]], heads: int, head_dim: int
 ) -> list[Projection]:
-    groups, members = parts
-    layout = Layout(groups, members, _transposed(linear))
-    rows = {part.role: groups * part.rows for part in members}
-    if layout.rows_per_group * groups != _layout_rows(linear) or rows["q"] != heads * head_dim:
+    layout = Layout(*parts, transposed=not isinstance(linear, nn.Linear))
+    rows = {part.role: layout.groups * part.rows for part in layout.parts}
+    if layout.rows_per_group * layout.groups != _rows(linear) or rows.get("q", heads * head_dim) != heads * head_dim:
         raise ValueError(
-            f"target_modules: {path}.{child} has {_layout_rows(linear)} rows, "
-            f"which {heads} heads of {head_dim} do not explain"
+            f"target_modules: {path}.{child} has {_rows(linear)} rows, which {heads} heads of {head_dim} do not explain"
         )
-    return [_projection(path, child, linear, role, rows[role] // head_dim, head_dim, heads, layout) for role in "qk"]
+    return [
+        _projection(path, child, linear, role, rows[role] // head_dim, head_dim, heads, layout)
+        for role in "qk"
+        if role in rows
+    ]
 
 
-def _parts(path: str, child: str, rows: int, heads: int, head_dim: int, per_head: bool) -> tuple[int, tuple[Part, ...]]:
+def _parts(heads: int, head_dim: int, kv_rows: int, per_head: bool) -> tuple[int, tuple[Part, ...]]:
     if per_head:
         return heads, tuple(Part(role, head_dim) for role in "qkv")
-    kv_rows = (rows - heads * head_dim) // 2  # fewer than q's under grouped queries
-    if kv_rows <= 0 or kv_rows % head_dim or heads % (kv_rows // head_dim):
-        raise ValueError(
-            f"target_modules: {path}.{child} has {rows} rows, which {heads} heads of {head_dim} do not divide"
-        )
     return 1, (Part("q", heads * head_dim), Part("k", kv_rows), Part("v", kv_rows))
 
 
@@ -181,8 +208,17 @@ def _falcon_parts(module: nn.Module, heads: int, head_dim: int) -> tuple[int, tu
         kv_heads = int(module.num_kv_heads)  # type: ignore[arg-type]
         return kv_heads, (Part("q", heads // kv_heads * head_dim), Part("k", head_dim), Part("v", head_dim))
     if getattr(module, "multi_query", False):
-        return 1, (Part("q", heads * head_dim), Part("k", head_dim), Part("v", head_dim))
-    return heads, tuple(Part(role, head_dim) for role in "qkv")
+        return _parts(heads, head_dim, head_dim, per_head=False)
+    return _parts(heads, head_dim, heads * head_dim, per_head=True)
+
+
+def _gpt2_cross(model: nn.Module, path: str, module: nn.Module, children: Mapping[str, nn.Module]) -> list[Projection]:
+    """GPT-2's cross-attention: queries of their own in `q_attn`, and `c_attn` holds k and v alone."""
+    rows = _rows(children["q_attn"])
+    heads, head_dim = _head_shape(model, path, module, rows)
+    q_layout = Layout(1, (Part("q", rows),), transposed=True)
+    q = _projection(path, "q_attn", children["q_attn"], "q", heads, head_dim, heads, q_layout)
+    return [q, *_fused(path, "c_attn", children["c_attn"], (1, (Part("k", rows), Part("v", rows))), heads, head_dim)]
 
 
 def _multihead_site(path: str, module: nn.MultiheadAttention) -> list[Projection]:
@@ -215,52 +251,35 @@ def _projection(
     path: str, child: str, linear: nn.Module, role: str, heads: int, head_dim: int, q_heads: int, layout: Layout
 ) -> Projection:
     module = f"{path}.{child}" if path else child
-    weight: Tensor = linear.weight  # type: ignore[assignment]
+    weight: Any = linear.weight
     bias = f"{module}.bias" if getattr(linear, "bias", None) is not None else None
     d_in = weight.shape[0 if layout.transposed else 1]
     return Projection(f"{module}.weight", bias, 0, "", role, heads, head_dim, d_in, q_heads // heads, layout, layout)
 
 
-def is_linear(module: nn.Module) -> bool:
-    """nn.Linear, or transformers' Conv1D (which is a linear layer with its weight transposed)."""
-    return isinstance(module, nn.Linear) or any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
-
-
-def _linear_children(module: nn.Module) -> dict[str, nn.Module]:
-    return {name: child for name, child in module.named_children() if is_linear(child)}
-
-
-def _transposed(linear: nn.Module) -> bool:
-    return not isinstance(linear, nn.Linear)
-
-
-def _layout_rows(linear: nn.Module) -> int:
+def _rows(linear: nn.Module) -> int:
     weight: Any = linear.weight
-    return weight.shape[1 if _transposed(linear) else 0]
+    return weight.shape[0 if isinstance(linear, nn.Linear) else 1]
 
 
-def _looks_like_attention(module: nn.Module) -> bool:
-    return type(module).__name__.lower().endswith("attention") and len(_linear_children(module)) > 1
+def _is_attention(module: nn.Module) -> bool:
+    return re.search(r"attention|attn", type(module).__name__, re.IGNORECASE) is not None
 
 
-def _head_shape(model: nn.Module, path: str, module: nn.Module, q_rows: int | None = None) -> tuple[int, int]:
+def _head_shape(model: nn.Module, path: str, module: nn.Module, q_rows: int) -> tuple[int, int]:
     """(heads, head_dim) as the attention module, its config or the model's config states them."""
     places = [module, getattr(module, "config", None), getattr(model, "config", None)]
     heads = next((n for place in places for n in [_number(place, _HEADS)] if n), None)
-    head_dim = _number(module, _HEAD_DIM)
+    where = path or type(module).__name__
     if heads is None:
         raise ValueError(
-            f"target_modules: cannot tell the number of heads of {path or type(module).__name__}; looked for "
-            f"{', '.join(_HEADS)} on it and in the model's config. Set one of them on the module"
+            f"target_modules: cannot tell the number of heads of {where}; looked for {', '.join(_HEADS)} on it and in "
+            "the model's config. Set one of them on the module"
         )
-    if head_dim is None:
-        if q_rows is None or q_rows % heads:
-            raise ValueError(
-                f"target_modules: {heads} heads do not divide the rows of {path or type(module).__name__}; looked "
-                f"for {', '.join(_HEAD_DIM)} on it. Set one of them on the module"
-            )
-        head_dim = q_rows // heads
-    return heads, head_dim
+    head_dim = _number(module, _HEAD_DIM)
+    if head_dim is None and q_rows % heads:
+        raise ValueError(f"target_modules: {heads} heads do not divide the {q_rows} query rows of {where}")
+    return heads, head_dim or q_rows // heads
 
 
 def _number(place: object, names: Sequence[str]) -> int | None:
@@ -268,41 +287,81 @@ def _number(place: object, names: Sequence[str]) -> int | None:
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
-def _matches(name: str, patterns: Targets | None) -> bool:
+def _matches(name: str, patterns: str | Sequence[str] | Mapping[str, str]) -> bool:
     """PEFT's rule: one string is a regular expression for the whole name, a list holds names or suffixes."""
-    if not patterns:
-        return False
     if isinstance(patterns, str):
-        return re.fullmatch(patterns, name) is not None
+        try:
+            return re.fullmatch(patterns, name) is not None
+        except re.error as error:
+            raise ValueError(f"target_modules: {patterns!r} is not a regular expression ({error})") from None
     return any(name == p or name.endswith(f".{p}") for p in patterns)
 
 
-def _check_pairs(found: Sequence[Projection]) -> None:
-    sites: dict[str, set[str]] = defaultdict(set)
-    for p in found:
-        sites[p.attention].add(p.role)
-    for site, roles in sites.items():
-        if roles != {"q", "k"}:
+def _below(path: str, patterns: str | Sequence[str] | None) -> bool:
+    """Whether the module or one that holds it is named by the patterns."""
+    parts = path.split(".")
+    return bool(patterns) and any(_matches(".".join(parts[: i + 1]), patterns or ()) for i in range(len(parts)))
+
+
+def _check_siblings(path: str, module: nn.Module, chosen: set[str], excluded: set[str]) -> None:
+    """Other projections that sound like q or k would silently stay trained (Longformer's query_global, ...)."""
+    for name, child in module.named_children():
+        odd = is_linear(child) and _HINTS_AT_ROLE.search(name) and f"{path}.{name}" not in excluded
+        if odd and name not in chosen | _LEFT_TRAINED:
             raise ValueError(
-                f"target_modules: selects only {roles.pop()} of {site}; select both and choose with `freeze`"
+                f"target_modules: {path}.{name} sounds like a query or key beside {', '.join(sorted(chosen))} and "
+                "would stay trained; leave it out knowingly with exclude_modules"
             )
+    for name, _ in module.named_parameters(recurse=False):
+        if _HINTS_AT_ROLE.search(name):
+            raise ValueError(f"target_modules: {path}.{name} is a bare parameter of its own, which is not supported")
+
+
+def _check_nothing_missed(model: nn.Module, found: Sequence[Projection], excluded: set[str]) -> None:
+    """Attention in name, with weights, but without a projection found in or below it."""
+    covered = {p.attention for p in found}
+    for path, module in model.named_modules():
+        inside = any(c == path or c.startswith(f"{path}.") or path.startswith(f"{c}.") for c in covered)
+        if not _is_attention(module) or inside or path in excluded or isinstance(module, nn.ModuleList):
+            continue
+        for name, child in module.named_children():
+            kind = f"{type(child).__module__}.{type(child).__name__}"
+            if (_ROLE.fullmatch(name) or _FUSED.fullmatch(name)) and re.search(r"quant|[48]bit", kind, re.IGNORECASE):
+                raise ValueError(
+                    f"model: {path}.{name} is a {kind}: quantised weights cannot take a frame; "
+                    "apply OELM to the full-precision model"
+                )
+        if any(other.startswith(f"{path}.") for other in excluded) or all(p.ndim < 2 for p in module.parameters()):
+            continue
+        children = ", ".join(f"{n} ({type(c).__name__})" for n, c in module.named_children())
+        raise ValueError(
+            f"target_modules: no query and key recognised in {path} ({type(module).__name__}: {children}); "
+            'name them, e.g. {"q": "ask", "k": "offer"}, or leave it out with exclude_modules'
+        )
+
+
+def _check_not_shared(model: nn.Module, found: Sequence[Projection]) -> None:
+    owners: dict[int, str] = {}
+    for p in found:
+        parameter = model.get_submodule(p.module)._parameters.get(p.name.rpartition(".")[2])
+        if parameter is not None and owners.setdefault(id(parameter), p.name) != p.name:
+            raise ValueError(f"model: {owners[id(parameter)]} and {p.name} are one parameter; each needs its own frame")
 
 
 def _number_layers(found: Sequence[Projection]) -> list[Projection]:
     """Layer numbers and stacks from the names: `encoder.block.3.layer.0.q` is layer 3 of the encoder."""
-    paths: dict[str, list[tuple[int, ...]]] = defaultdict(list)
 
     def split(p: Projection) -> tuple[str, tuple[int, ...]]:
         parts = p.attention.split(".")
         template = ".".join("*" if part.isdigit() else part for part in parts)
         return template, tuple(int(part) for part in parts if part.isdigit())
 
+    paths: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for p in found:
         template, numbers = split(p)
         if numbers not in paths[template]:
             paths[template].append(numbers)
-
-    labels = {template: _stack_label(template) if len(paths) > 1 else "" for template in paths}
+    labels = {template: _stack_label(template) for template in paths}
     if len(set(labels.values())) < len(labels):
         labels = {template: template for template in paths}
 
@@ -315,13 +374,14 @@ def _number_layers(found: Sequence[Projection]) -> list[Projection]:
         return paths[template].index(numbers)  # nested stages: count through them
 
     return [
-        replace(p, layer=layer(template, numbers), stack=labels[template])
+        replace(p, layer=layer(template, numbers), stack=labels[template], place=".".join(map(str, numbers)))
         for p in found
         for template, numbers in [split(p)]
     ]
 
 
 def _stack_label(template: str) -> str:
-    if re.search(r"cross|encdec|encoder_attn|multihead_attn", template, re.IGNORECASE):
-        return "cross"
-    return "decoder" if "decoder" in template else "encoder" if "encoder" in template else template
+    """Which kind of attention of the model this is, by words that do not depend on what wraps the model."""
+    cross = ["cross"] if re.search(r"cross|encdec|encoder_attn|multihead_attn", template, re.IGNORECASE) else []
+    words = [] if cross else [word for word in _STACK_WORDS if word in template.lower()]
+    return " ".join(cross or words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from .arms import OelmConfig, layer_rule
 from .frames import ORTHONORMAL, make_frame, orthogonality_error
 from .fused import split
 from .layout import Projection
-from .leaves import slice_identity
+from .leaves import Leaf, slice_identity
 from .projections import find_projections, layers_by_stack
 
 
@@ -32,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class OelmReport:
-    """What surgery did. `fingerprints` is the proof: the sha256 of every frozen tensor's bytes."""
+    """What surgery did. `fingerprints` is the proof: dtype and sha256 of every frozen tensor's bytes."""
 
     config: OelmConfig
     total: int
@@ -81,13 +82,16 @@ class OelmReport:
             p = row.projection
             shape = f"{p.heads} x {p.head_dim} of {p.d_in}" + (" fused" if p.layout.fused else "")
             groups.setdefault((p.stack, p.role, shape, row.kind, row.gain, row.frozen), []).append(row)
+        several = len({row.projection.stack for row in self.projections}) > 1
         lines = [("layers", "role", "heads", "init", "gain", "state", "orthogonality")]
         for (stack, role, shape, kind, gain, frozen), rows in groups.items():
             worst = max(row.orthogonality_error for row in rows)
             shown = f"{worst:.1e}" if kind in ORTHONORMAL and not math.isnan(worst) else "-"
             state = "frozen" if frozen else "trained"
             numbers = _ranges([row.projection.layer for row in rows])
-            lines.append((f"{stack} {numbers}".strip(), role, shape, kind, f"{gain:g}", state, shown))
+            lines.append(
+                (f"{stack} {numbers}".strip() if several else numbers, role, shape, kind, f"{gain:g}", state, shown)
+            )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         share = self.frozen / self.total
@@ -104,7 +108,7 @@ def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmRepor
     config = OelmConfig.arm(config) if isinstance(config, str) else config
     chosen = _choose(model, config)
     for projection in chosen:
-        _check_tensor(model, projection)
+        _check_tensor(model, projection, config.role("gain", projection.role))
     for projection in chosen:
         if config.role("init", projection.role) != "keep":
             projection.write(model, _frame(projection, config))
@@ -120,7 +124,7 @@ def dry_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
 
 
 def _choose(model: nn.Module, config: OelmConfig) -> list[Projection]:
-    if getattr(model, "oelm_report", None) is not None:
+    if any(hasattr(module, "oelm_report") or isinstance(module, Leaf) for module in model.modules()):
         raise ValueError("model: OELM was applied to it already; build the model anew and apply once")
     return _choose_layers(find_projections(model, config.target_modules, config.exclude_modules), config)
 
@@ -145,22 +149,22 @@ def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: O
 
 
 def fingerprints(model: nn.Module, rows: Iterable[Row]) -> dict[str, str]:
-    """sha256 of the bytes of every frozen projection, weight and bias."""
+    """dtype and sha256 of the bytes of every frozen projection, weight and bias."""
     prints = {}
     for row in rows:
         p = row.projection
         if row.frozen:
-            prints[p.key] = _sha256(p.weight(model))
+            prints[p.key] = _fingerprint(p.weight(model))
             bias = p.bias_values(model)
             if bias is not None:
-                prints[f"{p.bias}[{p.role}]" if p.bias_layout.fused else str(p.bias)] = _sha256(bias)
+                prints[f"{p.bias}[{p.role}]" if p.bias_layout.fused else str(p.bias)] = _fingerprint(bias)
     return prints
 
 
 def _frame(projection: Projection, config: OelmConfig) -> Tensor:
     p = projection
     return make_frame(
-        config.role("init", p.role), seed=config.seed, layer=p.layer, role=p.role, heads=p.heads,
+        config.role("init", p.role), seed=config.seed, layer=p.place, role=p.role, heads=p.heads,
         head_dim=p.head_dim, d_in=p.d_in, gain=config.role("gain", p.role), offset=_offset(p, config),
         stack=p.stack, group=p.group,
     )  # fmt: skip
@@ -183,7 +187,9 @@ def _freeze(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) 
             model.get_parameter(name).requires_grad_(False)
         identity = config.role("init", projection.role) == "identity"
         if identity and isinstance(owner, nn.Linear) and projection.head_dim <= projection.d_in:
-            slice_identity(owner, projection, config.role("gain", projection.role), _offset(projection, config))
+            reads_only = getattr(model.get_submodule(projection.attention), "reads_projections_only", False)
+            gain, offset = config.role("gain", projection.role), _offset(projection, config)
+            slice_identity(owner, projection, gain, offset, copies=not reads_only)
 
 
 def _choose_layers(found: list[Projection], config: OelmConfig) -> list[Projection]:
@@ -208,19 +214,24 @@ def _choose_layers(found: list[Projection], config: OelmConfig) -> list[Projecti
     return kept
 
 
-def _check_tensor(model: nn.Module, projection: Projection) -> None:
+def _check_tensor(model: nn.Module, projection: Projection, gain: float) -> None:
     weight = projection.weight(model)
     if weight.is_meta:
         raise ValueError(f"model: {projection.name} is on the meta device; load its weights first")
+    if gain > torch.finfo(weight.dtype).max / 1e3 if weight.is_floating_point() else False:
+        raise ValueError(f"gain: {gain:g} is too large for {weight.dtype}")
     if not weight.is_floating_point() or weight.element_size() < 2 or type(weight.data) is not Tensor:
         raise ValueError(
             f"model: {projection.name} holds quantised weights ({weight.dtype}); apply OELM to the full-precision model"
         )
 
 
-def _sha256(tensor: Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous().flatten()
-    return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
+def _fingerprint(tensor: Tensor) -> str:
+    """dtype and sha256 of the bytes."""
+    plain = tensor.detach().cpu().contiguous()
+    # string_at reads the memory as it lies; .numpy() would need numpy and knows no bf16
+    content = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size())
+    return f"{str(plain.dtype).removeprefix('torch.')}:{hashlib.sha256(content).hexdigest()}"
 
 
 def _ranges(numbers: Iterable[int]) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .frames import ORTHONORMAL, orthogonality_error
+from .layout import owner_of
 from .surgery import OelmReport, Row, fingerprints
 
 
@@ -25,7 +26,7 @@ def verify(
     """Raises VerifyError with the tensor's name unless every promise holds.
 
     `report` defaults to the one surgery left on the model; `expected` are fingerprints from elsewhere,
-    such as a saved run. Wrappers (DDP, torch.compile) are looked through.
+    such as a saved run. Wrappers (DDP, DataParallel, torch.compile, PEFT) are looked through.
     """
     model = unwrap(model)
     report = report or getattr(model, "oelm_report", None)
@@ -51,31 +52,36 @@ def verify(
 
     recorded = report.fingerprints if expected is None else expected
     now = fingerprints(model, report.projections)
-    for name in recorded.keys() | now.keys():
-        if now.get(name) != recorded.get(name):
+    for name in sorted(recorded.keys() | now.keys()):
+        old, new = recorded.get(name, "nothing:"), now.get(name, "nothing:")
+        if old.partition(":")[0] != new.partition(":")[0]:
+            raise VerifyError(f"{name}: was {old.partition(':')[0]} at surgery and is {new.partition(':')[0]} now")
+        if old != new:
             raise VerifyError(f"{name}: bytes changed since surgery")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP and torch.compile wrappers."""
+    """The model inside DDP, DataParallel, torch.compile and PEFT wrappers."""
     while True:
-        inner = getattr(model, "_orig_mod", None) or (
-            model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
-        )
-        if inner is None:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif type(model).__module__.startswith("peft."):
+            model = model.get_base_model()  # type: ignore[operator]
+        else:
             return model
-        model = inner
 
 
 def _frozen_parameters(model: nn.Module, row: Row) -> list[tuple[str, nn.Parameter]]:
     p = row.projection
-    owner = model.get_submodule(p.module)
+    owner = owner_of(model, p.module)
     pieces = getattr(owner, "oelm_pieces", {})
     named = []
     for full in filter(None, (p.name, p.bias)):
         attribute = full.rpartition(".")[2]
         names = [name for name, roles in pieces[attribute] if p.role in roles] if attribute in pieces else [attribute]
-        named += [(f"{p.module}.{name}", getattr(owner, name)) for name in names]
+        named += [(f"{p.module}.{name}", owner._parameters[name]) for name in names]
     return named
 
 

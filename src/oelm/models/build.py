@@ -54,7 +54,7 @@ def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.M
         vocab = PRESETS[name].get("vocab_size", 50257)
         return build_gpt(ModelConfig(name=name), vocab, seed=0), f"preset {name}, vocabulary {vocab:,}, random weights"
     labels = {} if num_labels is None else {"num_labels": num_labels}
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise FileNotFoundError(f"{name}: no config.json in this folder, so no model to inspect")
         if any(Path(name).glob("*.safetensors")):
@@ -68,11 +68,18 @@ def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.M
         config, origin = AutoConfig.for_model(name, **labels), f"default configuration of architecture {name}"
     else:
         config, origin = _hub_config(name, labels), f"configuration of {name} from the hub"
-    with torch.device("meta"):
-        model = _class_for(config)(config)
-    if sum(p.numel() for p in model.parameters()) > 1e9:
-        return model, f"{origin}, shapes only"
-    return _class_for(config)(config), f"{origin}, random weights"
+    try:
+        with torch.device("meta"):
+            model = _class_for(config)(config)
+        if sum(p.numel() for p in model.parameters()) > 1e9:
+            return model, f"{origin}, shapes only"
+        return _class_for(config)(config), f"{origin}, random weights"
+    except Exception as error:  # whatever an architecture's own code raises on its own default configuration
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{name}: transformers cannot build it from its {origin.split(' of ')[0]} ({reason}); "
+            "give a folder with a whole config.json"
+        ) from error
 
 
 def _class_for(config: Any) -> Any:
@@ -102,4 +109,6 @@ def _hub_config(name: str, labels: dict[str, int]) -> Any:
         known = [*PRESETS, *FROM_CONFIG]
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known without the hub: {', '.join(known)}, any architecture"
-        raise ValueError(f"{name}: neither a preset, a folder, nor a model the hub gives us; {hint}") from None
+        raise ValueError(
+            f"{name or 'an empty name'}: neither a preset, a folder, nor a model the hub gives us; {hint}"
+        ) from None

@@ -27,6 +27,8 @@ BUCKETS, EXACT_BUCKETS, FARTHEST = 32, 16, 128
 # Tokens per chunk of the loss: 512 x 50257 fp32 logits are 100 MB, and matrix products of this height run at
 # full speed, while torch's own pick (32 rows at that vocabulary) takes nearly twice as long on a CPU.
 LOSS_CHUNK = 512
+# Arguments that callers in transformers pass along and that change nothing here.
+IGNORED = {"cache_position", "return_dict", "num_items_in_batch"}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"n_layer": 2, "n_head": 4, "d_model": 64, "context": 64},
@@ -114,6 +116,8 @@ class HeadRMSNorm(nn.RMSNorm):
 
 class GPTAttention(nn.Module):
     """Causal self-attention. One product each for q, k, v: joining them measured no faster, frozen or not."""
+
+    reads_projections_only = True  # never writes into q or k, so a sliced projection may be a view of x
 
     def __init__(self, config: GPTConfig, layer_idx: int) -> None:
         super().__init__()
@@ -219,6 +223,9 @@ class GPT(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits, and the mean loss when labels are given. In training mode, and with `shift_labels`, labels
         mean `logits=None`: the loss is computed in chunks and the logits, the largest tensor, never exist."""
+        unknown = [name for name, value in kwargs.items() if name not in IGNORED and value]
+        if unknown:
+            raise TypeError(f"GPT.forward: does not know {unknown[0]}={kwargs[unknown[0]]!r}")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0

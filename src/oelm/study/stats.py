@@ -1,8 +1,7 @@
 """What freezing cost, with its uncertainty: paired differences, non-inferiority, McNemar, intervals.
 
-A difference is arm - baseline at the same seed in a metric where lower is better (validation loss in nats;
-for accuracy, the error rate), so positive always means worse. Results are frozen dataclasses of plain values
-(`dataclasses.asdict` is ready for JSON). What cannot be computed is None; a NaN is an error, never dropped.
+A difference is arm - baseline at one seed, in validation loss (nats) or error rate: positive means worse.
+Results are plain (`dataclasses.asdict` is JSON). What cannot be computed is None; a NaN in is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 import statsmodels.stats.api as sms  # type: ignore[import-untyped]
 from numpy.typing import ArrayLike, NDArray
 from scipy import special  # type: ignore[import-untyped]
-from scipy import stats as sps  # type: ignore[import-untyped]
+from scipy import stats as sps
 
 Decision = Literal["superior", "non-inferior", "inferior", "inconclusive", "too few seeds"]
 Edge = Literal["lowest", "highest", "only"]
@@ -92,7 +91,6 @@ class PooledMcNemar:
 class MedianRatio:
     ratio: float
     interval: Interval | None  # None for a single block
-    steps: int
     blocks: int
 
 
@@ -100,18 +98,17 @@ def seed_spread(values: ArrayLike, *, confidence: float = 0.95) -> Spread:
     """How one arm's results scatter over seeds."""
     v = _numbers("values", values)
     _check_range("confidence", confidence)
-    mean, t = float(v.mean()), None
-    sd = float(v.std(ddof=1)) if v.size > 1 else None
+    sd, t = float(v.std(ddof=1)) if v.size > 1 else None, None
     if not _why_no_interval(v):
         t = Interval(*map(float, sps.ttest_1samp(v, 0.0).confidence_interval(confidence)))
-    return Spread(v.size, mean, sd, float(v.min()), float(v.max()), t)
+    return Spread(v.size, float(v.mean()), sd, float(v.min()), float(v.max()), t)
 
 
 def paired(differences: ArrayLike, *, confidence: float = 0.95, seed: int = 0) -> Paired:
     """Mean paired difference with a t interval, a BCa bootstrap interval and a two-sided sign-flip p."""
     d = _numbers("differences", differences)
-    spread = seed_spread(d, confidence=confidence)
-    n, mean, rng = spread.n, spread.mean, np.random.default_rng(seed)
+    spread, rng = seed_spread(d, confidence=confidence), np.random.default_rng(seed)
+    n, mean = spread.n, spread.mean
     _check(abs(mean) < 700, f"differences: exp({mean:.4g}) is no ratio; leave out diverged runs")
     missing = _why_no_interval(d)
     bca, bca_missing = None, missing or ("needs at least three pairs" if n < 3 else None)
@@ -143,14 +140,11 @@ def verdict(result: Paired, margin: float) -> Verdict:
 
 
 def noninferiority_p(differences: ArrayLike, margin: float) -> float:
-    """One-sided t test of "worse by `margin` or more", defined whenever `paired` has a t interval.
-
-    Below (1 - confidence) / 2 exactly when the verdict is non-inferior or superior: the level for `holm` too.
-    """
+    """One-sided t test of "worse by `margin` or more"; its level is (1 - confidence) / 2, also after Holm."""
     d = _numbers("differences", differences)
     _check_range("margin", margin, math.inf)
-    missing = _why_no_interval(d)
-    _check(not missing, f"differences: no t test: {missing}")
+    if missing := _why_no_interval(d):
+        raise ValueError(f"differences: no t test: {missing}")
     return float(sps.ttest_1samp(d, margin, alternative="less").pvalue)
 
 
@@ -173,7 +167,7 @@ def minimum_detectable(n: int, sd: float, *, confidence: float = 0.95, power: fl
     _check_range("sd", sd, math.inf)
     _check_range("confidence", confidence)
     _check_range("power", power)
-    critical = special.stdtrit(n - 1, (1 + confidence) / 2)
+    critical = sps.t.ppf((1 + confidence) / 2, n - 1)
     return float(special.nctdtrinc(n - 1, 1 - power, critical)) / math.sqrt(n) * sd
 
 
@@ -181,10 +175,10 @@ def choose_lr(table: Mapping[float, Sequence[float]], *, confidence: float = 0.9
     """The learning rate with the lowest mean loss over seeds; the lower learning rate in a tie."""
     _check(len(table) > 0, "learning rates: empty")
     rates = sorted(table)
-    losses = [_numbers(f"losses at lr {lr:g}", table[lr]) for lr in rates]
+    losses = (_numbers(f"losses at lr {lr:g}", table[lr]) for lr in rates)
     curve = {lr: seed_spread(v, confidence=confidence) for lr, v in zip(rates, losses, strict=True)}
-    counts = {lr: spread.n for lr, spread in curve.items()}
-    _check(len(set(counts.values())) == 1, f"learning rates: unequal numbers of seeds {counts}")
+    counts = [curve[lr].n for lr in rates]
+    _check(len(set(counts)) == 1, f"learning rates: unequal numbers of seeds {counts} for {rates}")
     best = min(rates, key=lambda lr: curve[lr].mean)
     ends: dict[float, Edge] = {rates[-1]: "highest", rates[0]: "lowest" if len(rates) > 1 else "only"}
     return LrChoice(best, ends.get(best), curve)
@@ -202,17 +196,16 @@ def mcnemar(correct_a: ArrayLike, correct_b: ArrayLike) -> McNemar:
     a, b = _correct("correct_a", correct_a), _correct("correct_b", correct_b)
     _check(a.size == b.size, f"correct_a, correct_b: unequal lengths {a.size}, {b.size}")
     only_a, only_b = int((a & ~b).sum()), int((~a & b).sum())
-    p = float(sms.mcnemar([[0, only_a], [only_b, 0]], exact=True).pvalue)
-    return McNemar(a.size, only_a, only_b, (only_a - only_b) / a.size, p)
+    test = sms.mcnemar([[0, only_a], [only_b, 0]], exact=True)
+    return McNemar(a.size, only_a, only_b, (only_a - only_b) / a.size, float(test.pvalue))
 
 
 def pooled_mcnemar(runs: Sequence[tuple[ArrayLike, ArrayLike]]) -> PooledMcNemar:
     """McNemar over seeds: a (correct_a, correct_b) per seed, on the same examples in the same order.
 
-    An example that favours a at one seed tends to at the next, so discordant counts added up over seeds are
-    not independent and `naive` rejects too often. `clustered_p` flips whole examples, all seeds at once: the
-    exact sign-flip test of per-example sums, which for one seed is McNemar's. Both speak of these trained
-    models on new examples; for new seeds use `paired` on error rates. A claim about a method needs both.
+    An example that favours a at one seed tends to at the next: counts added over seeds are not independent,
+    and `naive` rejects too often. `clustered_p` is the exact sign-flip test of per-example sums (McNemar's
+    for one seed). Both speak of these trained models on new examples; `paired` error rates of new seeds.
     """
     _check(len(runs) > 0, "runs: empty")
     sides = [[_correct(f"runs[{i}][{j}]", run[j]) for i, run in enumerate(runs)] for j in (0, 1)]
@@ -248,7 +241,7 @@ def ratio_of_medians(
         options = {"n_resamples": 1999, "method": "percentile", "rng": np.random.default_rng(seed)}
         drawn = sps.bootstrap((every,), ratio, vectorized=False, confidence_level=confidence, **options)
         interval = Interval(*map(float, drawn.confidence_interval))
-    return MedianRatio(ratio(every), interval, times_a.size, every.size)
+    return MedianRatio(ratio(every), interval, every.size)
 
 
 def _sign_flip_p(d: NDArray[np.float64], rng: np.random.Generator) -> float:
@@ -278,14 +271,14 @@ def _why_no_interval(values: NDArray[np.float64]) -> str | None:
     """No interval of zero width: it would make one run, counted twice, look like certainty."""
     if values.size < 2:
         return "needs at least two pairs"
-    equal = np.ptp(values) <= 1e-12 * np.abs(values).max()
-    return "all values are equal; check that the seeds are different runs" if equal else None
+    if np.ptp(values) <= 1e-12 * np.abs(values).max():
+        return "all values are equal; check that the seeds are different runs"
+    return None
 
 
 def _numbers(name: str, values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
-    _check(array.size > 0, f"{name}: empty")
-    _check(array.ndim == 1, f"{name}: expected a flat list of numbers")
+    _check(array.ndim == 1 and array.size > 0, f"{name}: empty, or not a flat list of numbers")
     for i in np.flatnonzero(~np.isfinite(array)):
         raise ValueError(f"{name}[{i}] is {array[i]}; a failed run is a status, not a number: leave it out")
     return array
