@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from oelm.cli import app, main
 
-VERBS = ["ls", "inspect", "prepare", "train", "sample"]
+VERBS = ["ls", "inspect", "prepare", "train", "sample", "verify"]
 
 
 def run(*words):
@@ -86,6 +86,7 @@ def test_prepare_train_and_sample(tmp_path):
     assert "vocabulary 288, uint16" in prepared
     trained = run("train", *words)
     assert trained.splitlines()[-2].startswith("finished: best PPL")
+    assert "frozen tensors unchanged" in run("verify", str(tmp_path / "run"))
     assert run("sample", str(tmp_path / "run"), "--prompt", "the cat", "--tokens", "8").startswith("the cat")
 
 

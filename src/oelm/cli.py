@@ -154,6 +154,17 @@ def sample(
     print(generate(folder / "best" if (folder / "best").is_dir() else folder, prompt, tokens, temperature, seed))
 
 
+@app.command(epilog=examples("oelm verify runs/debug", "oelm verify runs/quickstart/oelm-s0-1a2b3c4d5e6f"))
+def verify(run: Annotated[str, typer.Argument(help="a run folder")]) -> None:
+    """Re-check a saved run: frozen bytes, orthonormality, counts, and that log and record agree."""
+    from pathlib import Path
+
+    from .training.audit import audit
+
+    for line in audit(Path(run)):
+        print(line)
+
+
 bench = typer.Typer(help="Measure honestly.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 

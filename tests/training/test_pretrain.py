@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
 from tiny import tiny_config, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,6 +19,7 @@ from oelm.models.generate import generate
 from oelm.models.gpt import GPT
 from oelm.record import evaluations, losses, read_metrics, read_run
 from oelm.training import checkpoint
+from oelm.training.audit import audit
 from oelm.training.loop import TrainingFailed
 from oelm.training.pretrain import data_folder, prepare_data, pretrain
 
@@ -92,6 +94,42 @@ def test_it_learns_and_the_frozen_weights_do_not_move(corpus, tmp_path):
     report = apply_oelm(fresh, config.method.oelm(config.init_seed))
     fresh.load_state_dict(AutoModelForCausalLM.from_pretrained(config.folder / "best").state_dict())
     verify(fresh, report, expected=surgery["fingerprints"])
+
+
+def test_a_saved_run_is_re_checked_from_its_files(finished, tmp_path):
+    lines = audit(finished)
+    assert lines[0] == "4,096 of 34,976 weights frozen, as recorded"
+    assert lines[1].startswith("best: 4 frozen tensors unchanged since surgery")
+    assert lines[2].startswith("last: 4 frozen tensors unchanged since surgery")
+    assert "20 steps and the best loss of" in lines[3]
+
+    def copy_with(change):
+        folder = tmp_path / change.__name__
+        shutil.copytree(finished, folder)
+        change(folder)
+        return folder
+
+    def thawed(folder):
+        weights = load_file(folder / "best" / "model.safetensors")
+        weights["blocks.1.attn.k_proj.weight"][0, 0] += 1e-7
+        save_file(weights, folder / "best" / "model.safetensors", metadata={"format": "pt"})
+
+    def flattered(folder):
+        record = json.loads((folder / "run.json").read_text())
+        record["totals"]["best"]["loss"] -= 0.5
+        (folder / "run.json").write_text(json.dumps(record))
+
+    def shortened(folder):
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(lines[1:]))
+
+    for change, message in (
+        (thawed, "best: blocks.1.attn.k_proj.weight: bytes changed since surgery"),
+        (flattered, "the best evaluation in metrics.jsonl is not the one in run.json"),
+        (shortened, "metrics.jsonl holds 15 steps, run.json 20"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            audit(copy_with(change))
 
 
 def test_micro_batches_change_nothing_but_rounding(corpus, tmp_path):

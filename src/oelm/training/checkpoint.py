@@ -69,7 +69,7 @@ def load_checkpoint(
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(_sharded_like(tensor, tensors[name]))
-        states = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+        states = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu") if optimizers else []
         for optimizer, state in zip(optimizers, states, strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for index, values in state["state"].items():

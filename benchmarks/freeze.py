@@ -1,0 +1,60 @@
+"""What freezing really saves: arms in turns (d=512, small vocabulary), beside their FLOP ceiling and beside the
+removed products timed alone in the same run. Goal: at least 80 % of the time of the removed products is saved.
+
+The small model's overhead (all that is not forward, backward or optimizer) is measured too; goal: under 3 %.
+
+    python benchmarks/freeze.py --blocks 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from machine import save
+
+from oelm.config import load_config
+from oelm.study.bench import bench_step, table
+
+ARMS = ["baseline", "oelm", "oelm-q", "oelm-identity-q", "oelm-slices"]
+# Products of (tokens x d) with (d x d) that each arm drops per layer: of 6 for q and k in a training step.
+REMOVED = {"oelm": 2, "oelm-q": 1, "oelm-identity-q": 3, "oelm-slices": 6}
+
+
+def product_seconds(tokens: int, width: int, repeats: int = 30) -> float:
+    """Median time of one weight-gradient product (d x tokens) (tokens x d)."""
+    gradient, x = torch.randn(2, tokens, width)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        gradient.T @ x
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    words = ["model=medium-512", "model.vocab_size=1024", "train.batch_size=8", f"system.threads={options.threads}"]
+    before = product_seconds(8 * 512, 512)
+    result = bench_step(load_config(None, words), ARMS, vocab_size=1024, blocks=options.blocks, steps=1, memory=True)
+    alone = statistics.mean([before, product_seconds(8 * 512, 512)])
+    reference = result["arms"]["baseline"]["median_step"]
+    for arm, products in REMOVED.items():
+        found = result["arms"][arm]
+        removed = 6 * products * alone  # six layers
+        found |= {"removed_products_seconds": removed, "saved_seconds": reference * (1 - found["ratio"]),
+                  "share_of_removed_saved": reference * (1 - found["ratio"]) / removed}  # fmt: skip
+    small = bench_step(
+        load_config(None, ["model=small", "train.batch_size=16", "system.threads=1"]), ["baseline", "oelm"],
+        vocab_size=2048, blocks=options.blocks, steps=3, memory=False,
+    )  # fmt: skip
+    for arm in small["arms"].values():
+        arm["overhead"] = arm["phases"]["data"] / sum(arm["phases"].values())
+    save("freeze", {"one_product_seconds": alone, "medium": result, "small": small})
+    print(table(result))
+    print(table(small))

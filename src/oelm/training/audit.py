@@ -1,0 +1,56 @@
+"""Re-checks a saved run from its files alone: frozen bytes, orthonormality, counts, and that log and record agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from ..config import parse_config
+from ..method.surgery import apply_oelm
+from ..method.verify import VerifyError, verify
+from ..models.build import build_gpt
+from ..record import evaluations, losses, read_metrics, read_run
+from .checkpoint import load_checkpoint
+
+
+def audit(folder: Path) -> list[str]:
+    """What was checked, a line each; raises ValueError at the first thing that does not hold."""
+    record, metrics = read_run(folder), read_metrics(folder)
+    config = parse_config(record["config"], str(folder))
+    said = record["surgery"]
+    done = []
+
+    best = load_file(folder / "best" / "model.safetensors")
+    vocab_size = best["wte.weight"].shape[0]
+    model = build_gpt(config.model, vocab_size, config.init_seed)
+    report = apply_oelm(model, config.method.oelm(config.init_seed))
+    if (report.total, report.frozen) != (said["total"], said["frozen"]):
+        raise ValueError(f"{folder}: {report.frozen} of {report.total} weights frozen, the record says otherwise")
+    done.append(f"{report.frozen:,} of {report.total:,} weights frozen, as recorded")
+
+    for name in ("best", "last"):
+        if name == "best":
+            model.load_state_dict(best, strict=False)  # the tied head is stored once
+        elif load_checkpoint(folder, model, [], _refuse) is None:
+            continue
+        try:
+            verify(model, report, expected=said["fingerprints"])
+        except VerifyError as error:
+            raise ValueError(f"{folder / name}: {error}") from None
+        done.append(f"{name}: {len(said['fingerprints'])} frozen tensors unchanged since surgery, byte for byte")
+
+    totals = record.get("totals", {})
+    if record["status"] == "finished":
+        steps = len(losses(metrics))
+        if steps != totals["steps"]:
+            raise ValueError(f"{folder}: metrics.jsonl holds {steps} steps, run.json {totals['steps']}")
+        lowest = min(evaluations(metrics), key=lambda line: line["loss"])
+        if (lowest["loss"], lowest["step"]) != (totals["best"]["loss"], totals["best"]["step"]):
+            raise ValueError(f"{folder}: the best evaluation in metrics.jsonl is not the one in run.json")
+        done.append(f"{steps} steps and the best loss of {lowest['loss']:.4f} nats are the same in log and record")
+    return done
+
+
+def _refuse(text: str) -> None:
+    raise ValueError(text.removesuffix("; trying the one before"))
