@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all lint clean
+.PHONY: help setup study test test-all lint bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -17,6 +17,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+study: setup ## run the embedded study (about ten minutes on two cores; again: at once) and write its report
+	$(VENV)/bin/oelm study run configs/quickstart.yaml
+
 test: setup lint ## lint, types and the quick tests
 	$(TEST) -m "not slow"
 
@@ -27,6 +30,11 @@ lint: setup ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+bench: setup ## speed and memory, on a quiet machine; results go to benchmarks/results
+	$(PY) benchmarks/prepare.py
+	$(PY) benchmarks/medium.py
+	$(PY) benchmarks/freeze.py
 
 clean: ## remove the environment and caches (runs and data stay)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,71 @@
+"""Verbs about models: ls, inspect."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from .words import Format, Words, examples, is_json
+
+app = typer.Typer()
+
+
+@app.command("ls", epilog=examples("oelm ls", "oelm ls -f json"))
+def list_everything(form: Format = "text") -> None:
+    """List the arms, frame kinds, model presets and corpora."""
+    from ..data.corpus import CORPORA
+    from ..method.arms import ALIASES, ARMS
+    from ..method.frames import KINDS
+    from ..models.build import FROM_CONFIG
+    from ..models.gpt import PRESETS
+
+    arms = {}
+    for name, arm in ARMS.items():
+        aliases = [alias for alias, target in ALIASES.items() if target == name]
+        arms[name] = _describe_arm(arm.init, arm.freeze) + (f" (alias {', '.join(aliases)})" if aliases else "")
+    shape = "{n_layer} layers, {d_model} wide, {n_head} heads, context {context}"
+    listing = {
+        "arms": arms,
+        "frame kinds": KINDS,
+        "model presets": {name: shape.format(**preset) for name, preset in PRESETS.items()},
+        "corpora": {name: known.about for name, known in CORPORA.items()},
+        "known without the hub": {name: f"architecture {kind}" for name, (kind, _) in FROM_CONFIG.items()},
+    }
+    if is_json(form):
+        print(json.dumps(listing, indent=2))
+        return
+    for title, entries in listing.items():
+        print(f"{title}")
+        for name, text in entries.items():
+            print(f"  {name:<26}{text}")
+
+
+@app.command(
+    epilog=examples("oelm inspect bert-base-uncased method=oelm --labels 3", "oelm inspect llama method=oelm-q -f json")
+)
+def inspect(
+    model: Annotated[str, typer.Argument(help="preset, Hugging Face name, local folder or architecture")],
+    words: Words = None,
+    labels: Annotated[int | None, typer.Option(help="classes of a classification head", min=1)] = None,
+    context: Annotated[int | None, typer.Option(help="tokens per sequence for the FLOP ceiling", min=1)] = None,
+    form: Format = "text",
+) -> None:
+    """Dry surgery: which projections, how many parameters, how orthonormal, what it can save. Trains nothing."""
+    json_wanted = is_json(form)
+    from ..config import load_config
+    from ..inspection import inspect_model
+
+    words = words or []
+    outside = [word for word in words if not word.startswith("method")]
+    if outside:
+        raise ValueError(f"{outside[0]}: inspect takes method=... and method.<field>=... only")
+    result = inspect_model(model, load_config(None, words).method, labels, context)
+    print(json.dumps(result.to_dict(), indent=2) if json_wanted else result)
+
+
+def _describe_arm(init: object, freeze: object) -> str:
+    kinds = "q {q}, k {k}".format(**init) if isinstance(init, dict) else str(init)
+    roles = " and ".join(freeze) if isinstance(freeze, tuple) and freeze else "nothing"
+    return f"{kinds}; {roles} frozen"

@@ -1,0 +1,97 @@
+"""Verbs about single runs: prepare, train, sample, verify."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .words import Words, examples
+
+app = typer.Typer()
+
+
+@app.command(epilog=examples("oelm prepare data=stdlib", "oelm prepare data=stories/ data.tokenizer=gpt2:gpt2-files/"))
+def prepare(words: Words = None) -> None:
+    """Corpus -> train.bin, val.bin and manifest.json. Does nothing when they are there already."""
+    from ..config import load_config
+    from ..training.pretrain import prepare_data
+
+    config = load_config(None, words or [])
+    folder, manifest = prepare_data(config.data, config.system, progress=True)
+    for name, split in manifest.splits.items():
+        print(f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.bytes:,} bytes")
+    print(f"{manifest.tokenizer}, vocabulary {manifest.vocab_size:,}, {manifest.dtype}, in {folder}")
+
+
+@app.command(
+    epilog=examples(
+        "oelm train configs/debug.yaml out=runs/debug",
+        "oelm train data=stdlib method=oelm-q train.max_steps=500 train.lr=2e-3",
+        "oelm train --model_type oelm_v2 --dataset tinystories --max_lr 1e-3 --out_dir outputs/GPT-02",
+    )
+)
+def train(
+    words: Annotated[
+        list[str] | None, typer.Argument(help="a YAML file first, if any", metavar="[FILE] [KEY=VALUE]...")
+    ] = None,
+    model_type: Annotated[str | None, typer.Option("--model_type", help="the study's spelling of method=")] = None,
+    dataset: Annotated[str | None, typer.Option("--dataset", help="the study's spelling of data=")] = None,
+    max_lr: Annotated[float | None, typer.Option("--max_lr", help="the study's spelling of train.lr=")] = None,
+    max_steps: Annotated[int | None, typer.Option("--max_steps", help="... of train.max_steps=")] = None,
+    out_dir: Annotated[str | None, typer.Option("--out_dir", help="... of out=")] = None,
+) -> None:
+    """One run, from corpus to checkpoint. The same command again goes on where an interrupted run stopped.
+
+    With one of the study's options and no file, the study's model and data are the defaults (Medium-512, GPT-2
+    tokens, batch 8). Several processes: accelerate launch -m oelm.cli train ...
+    """
+    from ..config import load_config
+
+    words = words or []
+    file = Path(words[0]) if words and "=" not in words[0] else None
+    given = {"method": model_type, "data": dataset, "train.lr": max_lr, "train.max_steps": max_steps, "out": out_dir}
+    alias = [f"{key}={value}" for key, value in given.items() if value is not None]
+    study = ["model=medium-512", "data.tokenizer=gpt2", "train.batch_size=8"] if alias and not file else []
+    config = load_config(file, [*study, *alias, *words[1 if file else 0 :]])
+    from torch.distributed import barrier
+
+    from ..training.pretrain import pretrain
+
+    record = pretrain(config)
+    if record:
+        best = record["totals"]["best"]
+        print(f"{record['status']}: best PPL {best['ppl']:.2f} ({best['loss']:.4f} nats) at step {best['step']:.0f}")
+        print(config.folder)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # torch 2.13 can deadlock when DDP's destructor joins gloo's threads with the GIL held.
+        barrier()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+@app.command(epilog=examples('oelm sample runs/debug --prompt "def "', "oelm sample runs/debug --tokens 200 --seed 1"))
+def sample(
+    run: Annotated[str, typer.Argument(help="a run folder, or any folder with a saved model and tokenizer")],
+    prompt: Annotated[str, typer.Option(help="text to go on from")] = "",
+    tokens: Annotated[int, typer.Option(help="how many tokens to add", min=1)] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time", min=0.0)] = 0.8,
+    seed: Annotated[int, typer.Option(help="of the draw")] = 0,
+) -> None:
+    """Text from a trained GPT."""
+    from ..models.generate import generate
+
+    folder = Path(run)
+    print(generate(folder / "best" if (folder / "best").is_dir() else folder, prompt, tokens, temperature, seed))
+
+
+@app.command(epilog=examples("oelm verify runs/debug", "oelm verify runs/quickstart/oelm-s0-1a2b3c4d5e6f"))
+def verify(run: Annotated[str, typer.Argument(help="a run folder")]) -> None:
+    """Re-check a saved run: frozen bytes, orthonormality, counts, and that log and record agree."""
+    from ..training.audit import audit
+
+    for line in audit(Path(run)):
+        print(line)
