@@ -1,0 +1,272 @@
+"""Records -> one plain data structure: learning rates chosen, arms paired by seed with the baseline, verdicts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ..study import stats
+from ..study.plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
+from ..study.watch import read_study
+from .records import Bench, LeftOut, Measured, read_bench, read_records
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm against the baseline at the same seeds."""
+
+    seeds: tuple[int, ...]
+    runs: tuple[str, ...]  # of both sides
+    paired: stats.Paired  # at the study's own confidence
+    verdict: stats.Verdict  # after the correction
+    p: float | None  # one-sided, of "worse by the margin or more"; None without an interval
+    adjusted_p: float | None  # two-sided distance from the margin, after the correction
+    level: float  # the confidence at which the verdict's interval was taken
+
+
+@dataclass(frozen=True)
+class Search:
+    """An arm's learning-rate grid as measured."""
+
+    choice: stats.LrChoice
+    runs: Mapping[float, tuple[str, ...]]
+    diverged: tuple[float, ...]  # rates of the grid that gave no loss
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    lr: float | None  # None: not chosen yet
+    search: Search | None
+    runs: tuple[Measured, ...]  # of the comparison, by seed
+    spread: stats.Spread | None
+    comparison: Comparison | None  # None for the baseline, or without a pair
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(run.id for run in self.runs)
+
+    @property
+    def step_seconds(self) -> float | None:
+        times = [run.step_seconds for run in self.runs if run.step_seconds is not None]
+        return statistics.median(times) if times else None
+
+    @property
+    def peak_memory(self) -> float | None:
+        return statistics.median(run.peak_memory for run in self.runs) if self.runs else None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The arms on one corpus with one model size: what may be compared."""
+
+    corpus: str
+    size: str
+    arms: tuple[Arm, ...]
+
+    @property
+    def title(self) -> str:
+        return " · ".join(part for part in (self.corpus, self.size) if part)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Step time saved against the baseline, and the most that the freeze's arithmetic allows."""
+
+    arm: str
+    where: str  # the setting's title; "" for bench.json
+    saving: float  # share; negative: slower
+    interval: tuple[float, float] | None  # None: timed in separate processes, where it would mean nothing
+    ceiling: float
+    seconds: float
+    runs: tuple[str, ...]  # empty: from bench.json
+
+    @property
+    def standing(self) -> Literal["possible", "noise", "impossible"]:
+        if self.saving <= self.ceiling:
+            return "possible"
+        return "impossible" if self.interval and self.interval[0] > self.ceiling else "noise"
+
+
+@dataclass(frozen=True)
+class Analysis:
+    study: StudyConfig
+    settings: tuple[Setting, ...]
+    search: tuple[tuple[Cell, Measured], ...]
+    compare: tuple[tuple[Cell, Measured], ...]
+    planned: int
+    left_out: tuple[LeftOut, ...]
+    diverged: tuple[LeftOut, ...]  # runs of the search whose learning rate is out: a result, if not a number
+    strays: tuple[str, ...]  # folders of finished runs that are not in the plan, or there a second time
+    bench: Bench | None
+
+    @property
+    def margin(self) -> float:
+        return margin(self.study)
+
+    def baseline(self, setting: Setting) -> Arm:
+        return next(arm for arm in setting.arms if arm.name == self.study.decide.baseline)
+
+    def runs(self) -> list[Measured]:
+        return [run for _, run in (*self.search, *self.compare)]
+
+    def savings(self) -> list[Saving]:
+        """From bench.json, timed in turns; without one from the runs' own clocks, which are no fair comparison."""
+        if self.bench:
+            return [
+                Saving(
+                    name, "", 1 - arm.ratio, (1 - arm.interval[1], 1 - arm.interval[0]) if arm.interval else None,
+                    arm.ceiling, arm.median_step, (),
+                )
+                for name, arm in self.bench.arms.items() if name != self.bench.reference
+            ]  # fmt: skip
+        rows = []
+        for setting in self.settings:
+            base = self.baseline(setting)
+            for arm in setting.arms:
+                if arm is not base and base.step_seconds and arm.step_seconds:
+                    share = 1 - arm.step_seconds / base.step_seconds
+                    ids = (*arm.ids, *base.ids)
+                    ceiling = arm.runs[0].ceiling
+                    rows.append(Saving(arm.name, setting.title, share, None, ceiling, arm.step_seconds, ids))
+        return rows
+
+    def comparisons(self) -> list[tuple[Setting, Arm, Comparison]]:
+        return [(s, arm, arm.comparison) for s in self.settings for arm in s.arms if arm.comparison]
+
+
+def margin(study: StudyConfig) -> float:
+    """In the units of the difference: nats, or the error rate."""
+    rule = study.decide
+    return math.log(rule.margin) if rule.metric == "loss" else rule.margin_points / 100
+
+
+def analyse(folder: Path) -> Analysis:
+    """Reads a study folder and decides by the rule in its study.json."""
+    folder = folder.resolve()  # its name is the study's
+    study, bench = read_study(folder), read_bench(folder)
+    runs, left_out = read_records(folder, study.decide.metric)
+    by_cell = {run.cell: run for run in runs}
+    search_cells = search_runs(study)
+    search = [(cell, by_cell[cell.config.id]) for cell in search_cells if cell.config.id in by_cell]
+    choices = _choices(study, search_cells, by_cell, left_out)
+    rates = {group: choice.best for group, choice in choices.items()}
+    rates |= _rates_in_use(study, search_cells, by_cell)
+    cells = comparison_runs(study, rates)
+    compare = [(cell, by_cell[cell.config.id]) for cell in cells if cell.config.id in by_cell]
+    arms = {group: _arm(study, group, choices.get(group), rates, search, compare) for group in groups(study)}
+    settings = [
+        Setting(corpus, size, tuple(arms[Group(arm, corpus, size)] for arm in study.arms))
+        for corpus in study.corpora or [""] for size in study.sizes or [""]
+    ]  # fmt: skip
+    searched = {cell.config.id for cell in search_cells}
+    out = tuple(item for item in left_out if item.status == "diverged" and item.cell in searched)
+    lost = tuple(item for item in left_out if item not in out)
+    used = {run.folder for _, run in (*search, *compare)}
+    strays = tuple(run.folder for run in runs if run.folder not in used)
+    planned = len(search_cells) + len(arms) * len(study.seeds)
+    decided = _decided(study, settings)
+    return Analysis(study, decided, tuple(search), tuple(compare), planned, lost, out, strays, bench)
+
+
+def _choices(
+    study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured], left_out: Sequence[LeftOut]
+) -> dict[Group, stats.LrChoice]:
+    """As the study itself chose, but that a group whose every rate diverged is left open instead of an error."""
+    losses: dict[str, float | None] = {item.cell: None for item in left_out if item.status == "diverged"}
+    losses |= {cell: run.best["loss"] for cell, run in by_cell.items()}
+    out = {(cell.group, cell.lr) for cell in cells if losses.get(cell.config.id, 0.0) is None}
+    hopeful = {cell.group for cell in cells if (cell.group, cell.lr) not in out}
+    hopeless = {cell.config.id for cell in cells if cell.group not in hopeful}
+    return choose(study, {cell: loss for cell, loss in losses.items() if cell not in hopeless})
+
+
+def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured]) -> dict[Group, float]:
+    """Where a search record was lost since, the rate that the finished comparison was made with."""
+    rates = {}
+    for group in {cell.group for cell in cells if cell.config.id not in by_cell}:
+        assert study.lr
+        tried = [
+            lr for lr in study.lr.of(group.arm)
+            if any(cell.config.id in by_cell for cell in comparison_runs(study, {group: lr}))
+        ]  # fmt: skip
+        if len(tried) == 1:
+            rates[group] = tried[0]
+    return rates
+
+
+def _arm(
+    study: StudyConfig, group: Group, choice: stats.LrChoice | None, rates: Mapping[Group, float],
+    search: Iterable[tuple[Cell, Measured]], compare: Iterable[tuple[Cell, Measured]],
+) -> Arm:  # fmt: skip
+    runs = tuple(sorted((run for cell, run in compare if cell.group == group), key=lambda run: run.seed))
+    found = None
+    if study.lr and choice:
+        ids = {lr: tuple(r.id for c, r in search if c.group == group and c.lr == lr) for lr in choice.curve}
+        found = Search(choice, ids, tuple(lr for lr in study.lr.of(group.arm) if lr not in choice.curve))
+    lr = rates.get(group, runs[0].lr if runs else None)
+    values = [run.value for run in runs]
+    spread = stats.seed_spread(values, confidence=study.decide.confidence) if values else None
+    return Arm(group.arm, lr, found, runs, spread, None)
+
+
+def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, ...]:
+    """Pairs every arm with its baseline and decides, corrected over all comparisons of the study."""
+    rule, limit = study.decide, margin(study)
+    pairs: dict[tuple[int, str], tuple[list[tuple[Measured, Measured]], stats.Paired]] = {}
+    for i, setting in enumerate(settings):
+        base = {run.seed: run for arm in setting.arms if arm.name == rule.baseline for run in arm.runs}
+        for arm in setting.arms:
+            both = [(run, base[run.seed]) for run in arm.runs if run.seed in base]
+            if arm.name != rule.baseline and both:
+                result = stats.paired([run.value - other.value for run, other in both], confidence=rule.confidence)
+                pairs[i, arm.name] = both, result
+    one_sided = {
+        key: stats.noninferiority_p([run.value - other.value for run, other in both], limit) if result.t else None
+        for key, (both, result) in pairs.items()
+    }
+    adjusted, levels = _corrected(one_sided, rule.confidence, len(settings) * (len(study.arms) - 1), rule.correction)
+
+    def compared(i: int, arm: Arm) -> Arm:
+        key = (i, arm.name)
+        if key not in pairs:
+            return arm
+        both, result = pairs[key]
+        differences = [run.value - other.value for run, other in both]
+        interval = stats.seed_spread(differences, confidence=levels[key]).t
+        verdict = stats.verdict(replace(result, confidence=levels[key], t=interval), limit)
+        verdict = replace(verdict, sign_flip_attainable=result.smallest_p < 1 - rule.confidence)
+        ids = tuple(side.id for pair in both for side in pair)
+        seeds = tuple(run.seed for run, _ in both)
+        found = Comparison(seeds, ids, result, verdict, one_sided[key], adjusted[key], levels[key])
+        return replace(arm, comparison=found)
+
+    return tuple(replace(s, arms=tuple(compared(i, arm) for arm in s.arms)) for i, s in enumerate(settings))
+
+
+def _corrected(
+    one_sided: Mapping[tuple[int, str], float | None], confidence: float, comparisons: int, correction: str
+) -> tuple[dict[tuple[int, str], float | None], dict[tuple[int, str], float]]:
+    """Adjusted two-sided p-values of the distance from the margin, and the confidence each verdict's interval needs.
+
+    An arm may be claimed to be within the margin or beyond it, so both sides count. Holm's adjusted p is below
+    1 - confidence exactly when the interval at level 1 - (1 - confidence) * p / adjusted excludes the margin:
+    the verdict is read off that interval. Comparisons without a p still count: they were planned.
+    """
+    two_sided = {key: 2 * min(p, 1 - p) for key, p in one_sided.items() if p is not None}
+    adjusted: dict[tuple[int, str], float | None] = dict.fromkeys(one_sided)
+    levels = dict.fromkeys(one_sided, confidence)
+    if not two_sided:
+        return adjusted, levels
+    values = list(two_sided.values())
+    if correction == "holm":
+        values = stats.holm(values + [1.0] * (comparisons - len(values)))
+    for (key, p), q in zip(two_sided.items(), values, strict=False):
+        adjusted[key] = q
+        share = p / q if p > 0 else 1 / comparisons  # p can underflow; the strictest level is safe
+        levels[key] = 1 - (1 - confidence) * share
+    return adjusted, levels

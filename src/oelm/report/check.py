@@ -1,0 +1,96 @@
+"""Re-derives a page's numbers from the records and tells what differs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+
+from .analysis import analyse
+from .content import content
+from .html import render, svg_digest
+
+_FIGURE = re.compile(r'<figure data-figure="([^"]*)" data-v="([^"]*)" data-svg="([^"]*)">.*?(<svg.*?</svg>)', re.DOTALL)
+
+
+@dataclass
+class _Page(HTMLParser):
+    """The numbers of a page: those with a key, and those in other text."""
+
+    keyed: dict[str, tuple[str, str]] = field(default_factory=dict)  # key -> (data-v, text shown)
+    loose: Counter[str] = field(default_factory=Counter)  # texts that hold a digit
+    twice: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._skipped = 0  # depth inside svg, script or style
+        self._open: tuple[str, str, str, list[str]] | None = None  # tag, key, value, text
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._skipped += tag in ("svg", "script", "style")
+        given = dict(attrs)
+        if key := given.get("data-k"):
+            self._open = tag, key, given.get("data-v") or "", []
+
+    def handle_endtag(self, tag: str) -> None:
+        self._skipped -= tag in ("svg", "script", "style")
+        if self._open and tag == self._open[0]:
+            _, key, value, text = self._open
+            if key in self.keyed:
+                self.twice.append(key)
+            self.keyed[key] = value, " ".join("".join(text).split())
+            self._open = None
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self._open[3].append(data)
+        elif not self._skipped and re.search(r"\d", data):
+            self.loose[" ".join(data.split())] += 1
+
+
+def check_report(folder: Path, html: Path) -> list[str]:
+    """The differences between a written page and what the records of its study say now; empty when there are none."""
+    if not html.is_file():
+        raise FileNotFoundError(f"{html}: no such page; write it with `oelm report {folder} -o {html}`")
+    shown = html.read_text(encoding="utf-8")
+    analysis = analyse(folder)
+    derived = render(analysis, content(analysis))
+    old, new = _parsed(shown), _parsed(derived)
+    if not old.keyed:
+        raise ValueError(f"{html}: holds no numbers of a report; is it a page of `oelm report`?")
+    found = [f"{key}: stands on the page twice" for key in old.twice]
+    for key in sorted(old.keyed.keys() | new.keyed.keys()):
+        if key not in new.keyed:
+            found.append(f"{key}: the page says {old.keyed[key][1]}, the records give no such number")
+        elif key not in old.keyed:
+            found.append(f"{key}: the records give {new.keyed[key][1]}, the page lacks it")
+        elif old.keyed[key] != new.keyed[key]:
+            (value, text), (right, right_text) = old.keyed[key], new.keyed[key]
+            found.append(f"{key}: the page says {text} ({value}), the records give {right_text} ({right})")
+    found += [f"text: the page says {text!r}, which the records do not give" for text in old.loose - new.loose]
+    found += [f"text: the records give {text!r}, which the page lacks" for text in new.loose - old.loose]
+    return found + _figures(shown, derived)
+
+
+def _parsed(text: str) -> _Page:
+    page = _Page()
+    page.feed(text)
+    page.close()
+    return page
+
+
+def _figures(shown: str, derived: str) -> list[str]:
+    """A figure is right when it was drawn from the same data and has not been touched since."""
+    old = {key: (data, mark, svg) for key, data, mark, svg in _FIGURE.findall(shown)}
+    new = {key: data for key, data, *_ in _FIGURE.findall(derived)}
+    found = [f"figure {key}: on the page but not given by the records" for key in sorted(old.keys() - new.keys())]
+    for key, data in new.items():
+        if key not in old:
+            found.append(f"figure {key}: given by the records but not on the page")
+        elif old[key][0] != data:
+            found.append(f"figure {key}: drawn from other data than the records give")
+        elif old[key][1] != svg_digest(old[key][2]):
+            found.append(f"figure {key}: changed after it was drawn")
+    return found

@@ -1,0 +1,35 @@
+"""The whole report before it is dressed: one Content, from which every format is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .analysis import Analysis
+from .details import difference_table, environments, facts, published_table, rate_table, rule, run_table
+from .elements import Piece, Table
+from .notices import Notice, notices
+from .tables import Clause, arm_tables, headline, timing_table
+
+
+@dataclass(frozen=True)
+class Content:
+    name: str
+    question: str
+    headline: list[Clause]
+    facts: list[tuple[tuple[Piece, ...], str]]
+    notices: list[Notice]
+    arms: list[Table]  # one for each corpus and size
+    more: list[Table]  # timing, published rows, differences: those there is something for
+    rates: Table | None
+    runs: Table
+    rule: list[str]
+    environments: list[list[tuple[str, str]]]
+
+
+def content(analysis: Analysis) -> Content:
+    more = [timing_table(analysis), published_table(analysis), difference_table(analysis)]
+    return Content(
+        analysis.study.name, analysis.study.question, headline(analysis), facts(analysis), notices(analysis),
+        arm_tables(analysis), [table for table in more if table], rate_table(analysis), run_table(analysis),
+        rule(analysis), environments(analysis),
+    )  # fmt: skip

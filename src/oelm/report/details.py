@@ -1,0 +1,231 @@
+"""The rest of the content: paired differences in full, learning rates, every run, the rule, the machines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+
+from ..study.plan import Cell as Planned
+from ..study.published import PUBLISHED, Published
+from .analysis import Analysis, Arm, Setting
+from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
+from .records import Measured
+from .tables import arm_index, effect, number_key
+
+
+def published_table(analysis: Analysis) -> Table | None:
+    """Measured next to published, for the arms that reproduce a published row."""
+    rows, doubts = [], defaultdict[str, list[str]](list)
+    for setting in analysis.settings:
+        base = _published(analysis, setting, analysis.study.decide.baseline)
+        for arm in setting.arms:
+            if row := _published(analysis, setting, arm.name):
+                rows.append(_published_row(analysis, setting, arm, row, base))
+                for text in row.quoted:
+                    doubts[text].append(row.id)
+    columns = (
+        ("Arm", ""), ("Row", "of the published record"), ("Published", "perplexity or accuracy, one run"),
+        ("Measured", "perplexity of the mean loss, or mean accuracy"),
+        ("Published effect", "against the published baseline: ratio of perplexities, or points of accuracy"),
+        ("Measured effect", "against the baseline at the same seeds"),
+        ("Steps", "measured; published below"), ("Step", "median time measured; published below"),
+    )  # fmt: skip
+    note = "The published rows are single runs, and their learning rates were not searched for alike."
+    if doubts:
+        said = "; ".join(f"{text} ({', '.join(rows_of)})" for text, rows_of in doubts.items())
+        note += f" The record contradicts itself: {said}."
+    return Table("published", "Measured and published", columns, tuple(rows), note) if rows else None
+
+
+def _published(analysis: Analysis, setting: Setting, arm: str) -> Published | None:
+    name = analysis.study.published_id(arm, setting.corpus)
+    if name and name not in PUBLISHED:
+        raise ValueError(f"published.{arm}: no published row {name!r}; there are {', '.join(PUBLISHED)}")
+    return PUBLISHED[name] if name else None
+
+
+def _published_row(
+    analysis: Analysis, setting: Setting, arm: Arm, row: Published, base: Published | None
+) -> tuple[Cell, ...]:
+    key, unit = f"{number_key(setting, arm)}.published", "" if row.metric == "ppl" else "%"
+    measured = ratio = steps = step = EMPTY
+    below: tuple[Piece, ...] = ("published ", Number(f"{key}.steps", row.steps, f"{row.steps:,}")) if row.steps else ()
+    timed: tuple[Piece, ...] = ()
+    if row.step_seconds:
+        timed = ("published ", Number(f"{key}.step", row.step_seconds, seconds_text(row.step_seconds)))
+    if arm.spread:
+        level = math.exp(arm.spread.mean) if row.metric == "ppl" else 100 * (1 - arm.spread.mean)
+        measured = Cell((Number(f"{key}.measured", level, f"{level:.2f}{unit}", arm.ids),))
+        steps = Cell((Number(f"{key}.run", arm.runs[0].steps, f"{arm.runs[0].steps:,}", arm.ids),), below)
+    if arm.comparison:
+        ratio = Cell((effect(analysis, arm.comparison, key)[0],))
+    if arm.step_seconds:
+        step = Cell((Number(f"{key}.own", arm.step_seconds, seconds_text(arm.step_seconds), arm.ids),), timed)
+    claimed = EMPTY
+    if base and base is not row:
+        change = row.value / base.value if row.metric == "ppl" else row.value - base.value
+        claimed = Cell((Number(f"{key}.claimed", change, format(change, ".3f" if row.metric == "ppl" else "+.2f")),))
+    return (
+        Cell((arm.name,), (setting.title,) if setting.title else (), "arm", arm_index(analysis, arm.name)),
+        Cell((row.id,), (f"{row.dataset}, lr {row.lr:g}",)),
+        Cell((Number(f"{key}.value", row.value, f"{row.value:.2f}{unit}"),)),
+        measured,
+        claimed,
+        ratio, steps, step,
+    )  # fmt: skip
+
+
+def difference_table(analysis: Analysis) -> Table | None:
+    loss = analysis.study.decide.metric == "loss"
+    scale, form = (1.0, "+.4f") if loss else (100.0, "+.2f")
+    rows = []
+    for setting, arm, c in analysis.comparisons():
+        key, p = f"{number_key(setting, arm)}.paired", c.paired
+
+        def bounds(name: str, ends: tuple[float, float] | None, key: str = key, runs: tuple[str, ...] = c.runs) -> Cell:
+            if ends is None:
+                return EMPTY
+            return Cell(interval(f"{key}.{name}", (scale * ends[0], scale * ends[1]), form, runs))
+
+        rows.append((
+            Cell((arm.name,), (setting.title,) if setting.title else (), "arm", arm_index(analysis, arm.name)),
+            Cell((Number(f"{key}.n", p.n, f"{p.n}", c.runs),)),
+            Cell((Number(f"{key}.mean", scale * p.mean, format(scale * p.mean, form), c.runs),)),
+            bounds("t", p.t),
+            bounds("bca", p.bca),
+            Cell((Number(f"{key}.flip", p.sign_flip_p, p_text(p.sign_flip_p), c.runs),),
+                 ("least possible ", Number(f"{key}.least", p.smallest_p, p_text(p.smallest_p), c.runs))),
+            Cell((Number(f"{key}.below", c.p, p_text(c.p), c.runs),)) if c.p is not None else EMPTY,
+            Cell((Number(f"{key}.level", c.level, f"{c.level:.2%}", c.runs),)),
+        ))  # fmt: skip
+    if not rows:
+        return None
+    unit = "nats of validation loss" if loss else "points of error rate"
+    percent = f"{analysis.study.decide.confidence:.0%}"
+    columns = (
+        ("Arm", ""), ("Pairs", "seeds finished in both arms"), ("Mean", f"arm − baseline, {unit}; positive is worse"),
+        (f"t, {percent}", "decides"), (f"BCa, {percent}", "bootstrap; too narrow below ~20 pairs"),
+        ("Sign-flip p", "two-sided, of no difference at all"),
+        ("p of the margin", "one-sided t test of “worse by the margin or more”, uncorrected"),
+        ("Level", "confidence of the interval that decides, after the correction"),
+    )  # fmt: skip
+    return Table("paired", "Paired differences", columns, tuple(rows), f"In {unit}; positive means worse.")
+
+
+def rate_table(analysis: Analysis) -> Table | None:
+    rows = []
+    for setting in analysis.settings:
+        for arm in setting.arms:
+            if arm.search is None:
+                continue
+            key, found = f"{number_key(setting, arm)}.search", arm.search
+            for lr, spread in found.choice.curve.items():
+                rows.append((
+                    Cell((arm.name,), (setting.title,) if setting.title else (), "arm", arm_index(analysis, arm.name)),
+                    Cell((Number(f"{key}.{lr:g}.lr", lr, f"{lr:g}", found.runs[lr]),)),
+                    Cell((Number(f"{key}.{lr:g}.loss", spread.mean, f"{spread.mean:.4f}", found.runs[lr]),)),
+                    Cell((Number(f"{key}.{lr:g}.n", spread.n, f"{spread.n}", found.runs[lr]),)),
+                    Cell(("chosen" if lr == arm.lr else "",)),
+                ))  # fmt: skip
+    columns = (
+        ("Arm", ""), ("Learning rate", ""), ("Loss", "mean over the search's seeds, nats"), ("Seeds", "of the search"),
+        ("", ""),
+    )  # fmt: skip
+    return Table("rates", "Learning-rate search", columns, tuple(rows)) if rows else None
+
+
+def run_table(analysis: Analysis) -> Table:
+    """Every run that gave a number: what all the others are made of."""
+    columns = (
+        ("Run", ""), ("Arm", ""), ("Stage", ""), ("Seed", ""), ("Learning rate", ""), ("Steps", ""),
+        ("Best loss", "lowest validation loss, nats"), ("PPL", ""), ("Step", "median time"), ("Memory", "peak"),
+    )  # fmt: skip
+    ordered = sorted((*analysis.compare, *analysis.search), key=lambda pair: (pair[0].stage, pair[0].group[1:]))
+    return Table("runs", "Runs", columns, tuple(_run_row(analysis, cell, run) for cell, run in ordered))
+
+
+def _run_row(analysis: Analysis, cell: Planned, run: Measured) -> tuple[Cell, ...]:
+    def number(name: str, value: float, text: str) -> Cell:
+        return Cell((Number(f"run.{run.id}.{name}", value, text),))
+
+    place = " · ".join(part for part in cell.group[1:] if part)
+    loss, step = run.best["loss"], run.step_seconds
+    return (
+        Cell((run.id,), tone="run"),
+        Cell((cell.group.arm,), (place,) if place else (), "arm", arm_index(analysis, cell.group.arm)),
+        Cell((cell.stage,)),
+        number("seed", run.seed, f"{run.seed}"),
+        number("lr", run.lr, f"{run.lr:g}"),
+        number("steps", run.steps, f"{run.steps:,}"),
+        number("loss", loss, f"{loss:.4f}"),
+        number("ppl", math.exp(min(loss, 700)), ppl_text(math.exp(min(loss, 700)))),
+        number("step", step, seconds_text(step)) if step else EMPTY,
+        number("memory", run.peak_memory, bytes_text(run.peak_memory)),
+    )
+
+
+def rule(analysis: Analysis) -> list[str]:
+    """The decision rule, as the study file fixed it before the runs, in words."""
+    d, study = analysis.study.decide, analysis.study
+    percent = f"{d.confidence:.0%}"
+    if d.metric == "loss":
+        what = "the lowest validation loss of a run, in nats per token; differences of it are logarithms of PPL ratios"
+        limit = f"a PPL ratio of {d.margin:g}, that is ln {d.margin:g} = {analysis.margin:.4f} nats"
+    else:
+        what = "the error rate on validation, at the evaluation with the lowest loss"
+        limit = f"{d.margin_points:g} points of accuracy"
+    comparisons = len(analysis.settings) * (len(study.arms) - 1)
+    correction = (
+        f"Holm's correction over the {comparisons} comparisons of this study: each verdict uses the interval at the "
+        "level that Holm's procedure leaves it, between "
+        f"{percent} and {1 - (1 - d.confidence) / max(comparisons, 1):.2%}."
+        if d.correction == "holm"
+        else "No correction for several arms, as the study file asks."
+    )
+    grid = len(study.lr.of(d.baseline)) if study.lr else 0
+    rates = (
+        f"Each arm is compared at the best of its own {grid} learning rates, chosen on validation with other seeds."
+        if study.lr
+        else "Each arm uses the learning rate that the study file gives it; none was searched for."
+    )
+    return [
+        f"Compared: {what}.",
+        f"Paired by seed with {d.baseline}: the same initialisation seed and the same batches. {rates}",
+        f"Margin: {limit}.",
+        f"Superior: the t interval of the mean paired difference ({percent} before correction) lies below zero. "
+        "Non-inferior: it lies below the margin. Inferior: it lies above the margin. Else inconclusive.",
+        correction,
+    ]
+
+
+def environments(analysis: Analysis) -> list[list[tuple[str, str]]]:
+    """Each different machine and software state among the runs, with the number of its runs."""
+    found = Counter(run.environment for run in analysis.runs())
+    listed = []
+    for text, count in found.most_common():
+        e = json.loads(text)
+        git = e.get("git")
+        state = f"{git['commit'][:12]}{', changed since' if git['dirty'] else ''}" if git else "not from a git tree"
+        versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items() if version)
+        listed.append([
+            ("Runs", f"{count}"), ("Processor", f"{e['cpu']}, {e['cores']} cores; threads per run: {e['threads']}"),
+            ("Accelerator", e["gpu"] or "none"), ("Precision", e["precision"]), ("System", e["platform"]),
+            ("Software", f"Python {e['python']}, {versions}"), ("Source", state),
+        ])  # fmt: skip
+    return listed
+
+
+def facts(analysis: Analysis) -> list[tuple[tuple[Piece, ...], str]]:
+    """The study at a glance, for the top of the page."""
+    d, study = analysis.study.decide, analysis.study
+    ids = tuple(run.id for run in analysis.runs())
+    limit = f"{(d.margin - 1) * 100:g}% of perplexity" if d.metric == "loss" else f"{d.margin_points:g} points"
+    fewest = min((c.paired.n for *_, c in analysis.comparisons()), default=0)
+    return [
+        ((Number("facts.runs", len(ids), f"{len(ids)}", ids), f" of {analysis.planned}"), "runs finished"),
+        ((Number("facts.pairs", fewest, f"{fewest}"),), "paired seeds per arm, at least"),
+        ((limit,), "margin of the decision"),
+        ((f"{d.confidence:.0%}",), f"confidence, {'Holm-corrected' if d.correction == 'holm' else 'uncorrected'}"),
+        ((f"{len(study.arms)}",), "arms"),
+    ]  # fmt: skip

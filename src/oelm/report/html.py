@@ -1,0 +1,111 @@
+"""One self-contained page, and the same content in the other formats."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from ..record import write_atomically
+from .analysis import Analysis, analyse
+from .content import Content, content
+from .elements import Cell, Number
+from .plots import DASHES, PALETTE, Figure, figures
+from .text import latex as latex_text
+from .text import markdown
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+LISTED = 12  # run ids in a tooltip
+
+
+def write_report(
+    folder: Path, html: Path, md: Path | None = None, latex: Path | None = None, pdf: Path | None = None
+) -> Analysis:
+    """Writes the study's report in the formats asked for and returns what it says."""
+    if pdf and not find_browser():
+        raise ValueError("--pdf: needs Chromium or Chrome on the PATH; install one, or print the page from a browser")
+    analysis = analyse(folder)
+    report = content(analysis)
+    texts = {html: render(analysis, report), md: markdown(report), latex: latex_text(report)}
+    for path, text in texts.items():
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text)
+    if pdf:
+        _print(html, pdf)
+    return analysis
+
+
+def render(analysis: Analysis, report: Content) -> str:
+    """The page: a function of the records alone, with no clock in it, so that it can be checked."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["sources"] = _sources
+    environment.filters["numeric"] = _numeric
+    environment.tests["number"] = lambda piece: isinstance(piece, Number)
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    drawn = [(figure, Markup(figure.svg), svg_digest(figure.svg)) for figure in figures(analysis)]
+    legend = [(i % PALETTE, _dasharray(i), arm) for i, arm in enumerate(analysis.study.arms)]
+    by_setting = {
+        setting.title: [entry for entry in drawn if _belongs(entry[0], setting.title)] for setting in analysis.settings
+    }
+    overall = [entry for entry in drawn if entry[0].key in ("forest", "savings")]
+    return template.render(report=report, legend=legend, overall=overall, by_setting=by_setting, palette=PALETTE)
+
+
+def svg_digest(svg: str) -> str:
+    return hashlib.sha256(svg.encode()).hexdigest()[:16]
+
+
+def find_browser() -> str | None:
+    return next((found for name in BROWSERS if (found := shutil.which(name))), None)
+
+
+def browser_command(browser: str, profile: str) -> list[str]:
+    """A headless browser that talks to nobody."""
+    sandbox = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # root has no other way
+    return [
+        browser, "--headless", *sandbox, "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={profile}",
+    ]  # fmt: skip
+
+
+def _print(html: Path, pdf: Path) -> None:
+    browser = find_browser()
+    assert browser
+    pdf.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        target = Path(profile) / "page.pdf"
+        words = ["--no-pdf-header-footer", f"--print-to-pdf={target}", html.resolve().as_uri()]
+        done = subprocess.run([*browser_command(browser, profile), *words], capture_output=True, text=True, timeout=180)
+        if not target.exists():
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ValueError(f"{pdf}: {Path(browser).name} did not print the page ({reason})")
+        shutil.copyfile(target, pdf)
+
+
+def _belongs(figure: Figure, title: str) -> bool:
+    kind, _, place = figure.key.partition(".")
+    return kind in ("curves", "differences", "rates") and place == title
+
+
+def _numeric(rows: tuple[tuple[Cell, ...], ...]) -> list[bool]:
+    """Which columns hold numbers, to be aligned as such."""
+    return [any(cell.order is not None for cell in column) for column in zip(*rows, strict=True)]
+
+
+def _sources(number: Number) -> str:
+    more = f" and {len(number.runs) - LISTED} more" if len(number.runs) > LISTED else ""
+    plural = "s" if len(number.runs) > 1 else ""
+    return f"{number.value!r}, from {len(number.runs)} run{plural}: {', '.join(number.runs[:LISTED])}{more}"
+
+
+def _dasharray(index: int) -> str:
+    dash = DASHES[index % len(DASHES)]
+    return "" if dash == "-" else " ".join(f"{1.6 * length:g}" for length in dash[1])

@@ -1,0 +1,135 @@
+"""What a reader must know before the numbers: what is missing, left out, undecidable or too good to be true."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from ..study.stats import smallest_p
+from .analysis import Analysis
+
+SHOWN = 8  # names listed in a notice before "and n more"
+
+
+@dataclass(frozen=True)
+class Notice:
+    weight: Literal["warning", "note"]  # a warning bears on the verdict
+    text: str
+
+
+def notices(analysis: Analysis) -> list[Notice]:
+    """Warnings first."""
+    warnings = [
+        *_unfinished(analysis), *_left_out(analysis), *_too_few_seeds(analysis), *_different_data(analysis),
+        *_savings(analysis, "impossible"),
+    ]  # fmt: skip
+    notes = [*_diverged(analysis), *_edges(analysis), *_savings(analysis, "noise"), *_machines(analysis)]
+    return [Notice("warning", text) for text in warnings] + [Notice("note", text) for text in notes]
+
+
+def _unfinished(analysis: Analysis) -> list[str]:
+    done = len(analysis.search) + len(analysis.compare) + len(analysis.diverged)
+    if done >= analysis.planned:
+        return []
+    seeds, lacking = len(analysis.study.seeds), []
+    for setting in analysis.settings:
+        for arm in setting.arms:
+            where = _at(arm.name, setting.title)
+            if arm.lr is None and analysis.study.lr:
+                lacking.append(f"{where} (learning rate not chosen yet)")
+            elif len(arm.runs) < seeds:
+                lacking.append(f"{where} ({len(arm.runs)} of {seeds} seeds)")
+            elif analysis.study.lr and arm.search is None:
+                lacking.append(f"{where} (learning-rate search)")
+    return [f"Unfinished: {analysis.planned - done} of {analysis.planned} runs give no number: {_listed(lacking)}."]
+
+
+def _left_out(analysis: Analysis) -> list[str]:
+    texts = []
+    for status in ("damaged", "failed", "diverged"):
+        if found := [f"{item.folder} ({item.reason})" for item in analysis.left_out if item.status == status]:
+            texts.append(f"{status.capitalize()} and left out: {_listed(found)}.")
+    if analysis.strays:
+        texts.append(f"Not in this study's plan, or there twice, and left out: {_listed(list(analysis.strays))}.")
+    return texts
+
+
+def _too_few_seeds(analysis: Analysis) -> list[str]:
+    """Of the design, or of what is left of it."""
+    level = 1 - analysis.study.decide.confidence
+    enough = next(n for n in range(1, 64) if smallest_p(n) < level)
+    few = [(g, arm, c.paired.n) for g, arm, c in analysis.comparisons() if c.paired.n < enough]
+    if not few:
+        return []
+    names = _listed([f"{_at(arm.name, g.title)} ({n})" for g, arm, n in few])
+    return [
+        f"Too few paired seeds for the decision asked for: {names}. The distribution-free sign-flip test cannot "
+        f"reach p < {level:.3g} with fewer than {enough}; "
+        + (
+            "one pair gives no verdict at all."
+            if min(n for *_, n in few) < 2
+            else "a verdict here rests on normally distributed differences."
+        )
+    ]
+
+
+def _different_data(analysis: Analysis) -> list[str]:
+    return [
+        f"The runs{' on ' + setting.title if setting.title else ''} did not all read the same tokens: "
+        "differences between arms may be differences of data."
+        for setting in analysis.settings
+        if len({run.data for arm in setting.arms for run in arm.runs}) > 1
+    ]
+
+
+def _savings(analysis: Analysis, standing: str) -> list[str]:
+    """Savings above what the freeze's arithmetic allows: a measurement error, surely or perhaps."""
+    texts = []
+    for row in analysis.savings():
+        if row.standing != standing:
+            continue
+        how = (
+            "Something other than the freeze differs" if standing == "impossible"
+            else "Its interval reaches below the ceiling, so it may be noise" if row.interval
+            else "The runs were not timed in turns, so their clocks decide nothing; see oelm bench step"
+        )  # fmt: skip
+        texts.append(
+            f"{_at(row.arm, row.where)}: a step-time saving of {row.saving:.1%} is above the ceiling of "
+            f"{row.ceiling:.1%} that the arithmetic allows. {how}."
+        )
+    return texts
+
+
+def _diverged(analysis: Analysis) -> list[str]:
+    names = [item.folder for item in analysis.diverged]
+    return [f"Diverged in the search, so that their learning rates are out: {_listed(names)}."] if names else []
+
+
+def _edges(analysis: Analysis) -> list[str]:
+    """A best rate at an end of its grid, unless the rates beyond it were tried and failed."""
+    found = []
+    for setting in analysis.settings:
+        for arm in setting.arms:
+            search = arm.search
+            if search is None or search.choice.edge is None:
+                continue
+            best, edge = search.choice.best, search.choice.edge
+            bracketed = any(lr > best if edge == "highest" else lr < best for lr in search.diverged)
+            if not bracketed:
+                found.append(f"{_at(arm.name, setting.title)} ({best:g}, the {edge} of its grid)")
+    return [f"The best learning rate may lie outside the grid: {_listed(found)}."] if found else []
+
+
+def _machines(analysis: Analysis) -> list[str]:
+    count = Counter(run.environment for run in analysis.runs())
+    return [f"The runs come from {len(count)} different environments, listed below."] if len(count) > 1 else []
+
+
+def _at(arm: str, title: str) -> str:
+    return f"{arm} on {title}" if title else arm
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

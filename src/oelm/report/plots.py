@@ -1,0 +1,284 @@
+"""Figures as inline SVG. Colours are the page's own CSS variables, so a figure follows light, dark and print."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
+from numpy.typing import NDArray
+from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+from .analysis import Analysis, Arm, Setting
+from .tables import arm_index
+
+PALETTE = 8  # --arm-0 ... --arm-7 in the page
+DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.4, 1.5)))
+INK, MUTED, RULE, GOOD = "#00fe01", "#00fe02", "#00fe03", "#00fe04"  # stand-ins that no palette holds
+_VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", GOOD: "--good"}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "font.size": 9.0, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.edgecolor": RULE, "axes.labelcolor": MUTED, "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED,
+    "axes.grid": True, "grid.color": RULE, "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round", "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0,
+    "ytick.minor.size": 0, "axes.linewidth": 0.6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Figure:
+    key: str
+    title: str
+    caption: str
+    svg: str
+    digest: str  # of the plotted data
+
+
+def colour(index: int | None) -> str:
+    return INK if index is None else f"#00fd{index % PALETTE:02x}"
+
+
+def figures(analysis: Analysis) -> list[Figure]:
+    """Those that the records suffice for."""
+    made = [_forest(analysis)]
+    for setting in analysis.settings:
+        made += [_curves(analysis, setting), _differences(analysis, setting), _rates(analysis, setting)]
+    return [figure for figure in (*made, _savings(analysis)) if figure]
+
+
+def _forest(analysis: Analysis) -> Figure | None:
+    found, loss = analysis.comparisons(), analysis.study.decide.metric == "loss"
+    if not found:
+        return None
+
+    def shown(difference: float) -> float:
+        return math.exp(difference) if loss else -100 * difference
+
+    rows = [(arm, s.title, shown(c.paired.mean), [shown(b) for b in c.paired.t or ()]) for s, arm, c in found]
+    limit, none = shown(analysis.margin), shown(0.0)
+
+    def draw(axes: Axes) -> None:
+        ends = [limit, none, *(v for *_, value, bounds in rows for v in (value, *bounds))]
+        pad = 0.08 * (max(ends) - min(ends))
+        axes.set_xlim(min(ends) - pad, max(ends) + pad)
+        low, high = axes.get_xlim()
+        axes.axvspan(*((low, limit) if loss else (limit, high)), color=GOOD, alpha=0.09, linewidth=0)
+        axes.axvline(none, color=INK, linewidth=0.9)
+        axes.axvline(limit, color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
+        for y, (arm, _, value, bounds) in enumerate(rows):
+            tint = colour(arm_index(analysis, arm.name))
+            if bounds:
+                axes.plot(bounds, [y, y], color=tint, linewidth=2.2)
+            axes.plot([value], [y], "o", color=tint, markersize=6.5)
+        labels = [f"{arm.name}\n{title}" if title else arm.name for arm, title, *_ in rows]
+        axes.set_yticks(range(len(rows)), labels, color=INK)
+        axes.set_ylim(len(rows) - 0.4, -0.75)
+        axes.grid(axis="y", visible=False)
+        axes.spines["left"].set_visible(False)
+        axes.annotate("no difference", (none, -0.72), xytext=(0, 3), textcoords="offset points", fontsize=7.5,
+                      ha="center", color=MUTED)  # fmt: skip
+        axes.annotate("margin", (limit, -0.72), xytext=(0, 3), textcoords="offset points", fontsize=7.5, ha="center",
+                      color=MUTED)  # fmt: skip
+        axes.set_xlabel("perplexity ÷ baseline's" if loss else "accuracy − baseline's (points)")
+
+    data = [(arm.name, title, value, bounds) for arm, title, value, bounds in rows]
+    height = 1.15 + 0.46 * len(rows)
+    confidence = f"{analysis.study.decide.confidence:.0%}"
+    caption = f"Dot: mean over paired seeds. Line: {confidence} t interval. Shaded: acceptable by the rule."
+    return _figure("forest", "What each arm costs", caption, [data, limit], draw, height, left=1.15, top=0.28)
+
+
+def _curves(analysis: Analysis, setting: Setting) -> Figure | None:
+    arms = [(arm, _stacked(arm)) for arm in setting.arms if all(run.curve.size for run in arm.runs) and arm.runs]
+    if not arms:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for arm, (steps, values) in arms:
+            index = arm_index(analysis, arm.name)
+            low, high = values.min(axis=0), values.max(axis=0)
+            axes.fill_between(steps, low, high, color=colour(index), alpha=0.16, linewidth=0)
+            axes.plot(steps, values.mean(axis=0), color=colour(index), linestyle=_dash(index))
+            at, losses = _evaluated(arm)
+            axes.plot(at, losses.mean(axis=0), "o", color=colour(index), markersize=3.6)
+        late = [values[:, len(steps) // 6 :] for _, (steps, values) in arms]
+        bottom, top = min(v.min() for v in late), max(v.max() for v in late)
+        axes.set_ylim(bottom - 0.04 * (top - bottom), top + 0.04 * (top - bottom))
+        _label(axes, "step", "loss (nats)")
+
+    data = [(arm.name, arm.ids, values.mean(axis=0).tolist()) for arm, (_, values) in arms]
+    caption = "Line: training loss, mean over seeds. Band: lowest to highest seed. Dots: validation loss."
+    return _figure(f"curves.{setting.title}", "Loss while training", caption, data, draw)
+
+
+def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
+    """Arms see the same batches at the same seed, so differences show what the levels hide."""
+    base = {run.seed: run for run in analysis.baseline(setting).runs}
+    confidence, lines = analysis.study.decide.confidence, []
+    for arm in setting.arms:
+        pairs = [(run, base[run.seed]) for run in arm.runs if run.seed in base]
+        if arm.name == analysis.study.decide.baseline or len(pairs) < 2:
+            continue
+        size = min(run.curve.size for pair in pairs for run in pair)
+        if not size:
+            continue
+        training = np.stack([run.curve[:size] - other.curve[:size] for run, other in pairs])
+        shared = set.intersection(*(set(dict(run.evals)) for pair in pairs for run in pair))
+        at = sorted(shared)
+        validation = np.array([[dict(run.evals)[s] - dict(other.evals)[s] for s in at] for run, other in pairs])
+        steps = (np.arange(size) + 0.5) * pairs[0][0].stride
+        lines.append((arm, steps, training, at, validation))
+    if not lines:
+        return None
+    loss = analysis.study.decide.metric == "loss"
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(0, color=INK, linewidth=0.9)
+        if loss:
+            axes.axhline(analysis.margin, color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
+        ends = [0.0, analysis.margin if loss else 0.0]
+        for arm, steps, training, at, validation in lines:
+            index = arm_index(analysis, arm.name)
+            low, high = _band(training, confidence)
+            axes.fill_between(steps, low, high, color=colour(index), alpha=0.16, linewidth=0)
+            axes.plot(steps, training.mean(axis=0), color=colour(index), linestyle=_dash(index))
+            axes.plot(at, validation.mean(axis=0), "o", color=colour(index), markersize=3.6)
+            late = slice(len(steps) // 8, None)
+            ends += [float(low[late].min()), float(high[late].max())]
+        pad = 0.06 * (max(ends) - min(ends))
+        axes.set_ylim(min(ends) - pad, max(ends) + pad)
+        _label(axes, "step", "loss − baseline's (nats)")
+
+    data = [(arm.name, arm.ids, training.mean(axis=0).tolist()) for arm, _, training, *_ in lines]
+    dashed = " Dashed: the margin." if loss else ""
+    caption = f"Paired by seed, on the same batches. Band: {confidence:.0%} t interval. Dots: validation.{dashed}"
+    return _figure(f"differences.{setting.title}", "The cost while training", caption, data, draw)
+
+
+def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
+    arms = [(arm, arm.search) for arm in setting.arms if arm.search]
+    if not arms:
+        return None
+
+    def draw(axes: Axes) -> None:
+        rates: set[float] = set()
+        for arm, search in arms:
+            index, curve = arm_index(analysis, arm.name), search.choice.curve
+            rates |= set(curve)
+            means = [spread.mean for spread in curve.values()]
+            axes.plot(list(curve), means, "o", color=colour(index), linestyle=_dash(index), markersize=4)
+            for lr, spread in curve.items():
+                if spread.n > 1:
+                    axes.plot([lr, lr], [spread.min, spread.max], color=colour(index), linewidth=1)
+            best = search.choice.best
+            axes.plot([best], [curve[best].mean], "o", color=colour(index), markersize=9, markerfacecolor="none")
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_minor_locator(LogLocator(subs=()))
+        shown = sorted(rates)[:: max(1, len(rates) // 6)]
+        axes.set_xticks(shown, [f"{lr:.0e}".replace("e-0", "e-") if lr < 1e-3 else f"{lr:g}" for lr in shown])
+        _label(axes, "learning rate", "validation loss (nats)")
+
+    data = [(arm.name, [(lr, s.mean, s.n) for lr, s in search.choice.curve.items()]) for arm, search in arms]
+    caption = "Each arm's own grid, of the same size for all. Ring: the rate it was compared with."
+    return _figure(f"rates.{setting.title}", "Learning-rate search", caption, data, draw)
+
+
+def _savings(analysis: Analysis) -> Figure | None:
+    rows = analysis.savings()
+    if not rows:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for y, row in enumerate(rows):
+            tint = colour(arm_index(analysis, row.arm))
+            axes.barh([y], [row.saving], height=0.5, color=tint, alpha=0.85 if row.interval else 0.4, linewidth=0)
+            if row.interval:
+                axes.plot(row.interval, [y, y], color=INK, linewidth=1.1)
+            axes.plot([row.ceiling] * 2, [y - 0.38, y + 0.38], color=INK, linewidth=2.2, solid_capstyle="butt")
+        axes.axvline(0, color=INK, linewidth=0.9)
+        axes.set_yticks(range(len(rows)), [f"{r.arm}\n{r.where}" if r.where else r.arm for r in rows], color=INK)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.spines["left"].set_visible(False)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol="%"))
+        axes.margins(x=0.12)
+        axes.set_xlabel("step time saved against the baseline")
+
+    data = [(r.arm, r.where, r.saving, r.interval, r.ceiling) for r in rows]
+    caption = "Thick mark: the ceiling, all that the freeze's arithmetic can save. " + (
+        "Thin line: interval." if analysis.bench else "Pale bars: separate processes, not timed in turns."
+    )
+    height = 0.95 + 0.46 * len(rows)
+    return _figure("savings", "Step time saved, and the ceiling", caption, data, draw, height, left=1.15)
+
+
+def _figure(
+    key: str, title: str, caption: str, data: Any, draw: Callable[[Axes], None], height: float = 2.9,
+    left: float = 0.62, top: float = 0.12,
+) -> Figure:  # fmt: skip
+    """Draws into fixed margins (inches): automatic layout takes most of a figure's time."""
+    width = 4.7
+    digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": key}):
+        canvas = Canvas(figsize=(width, height))
+        canvas.patch.set_visible(False)
+        axes = canvas.add_axes((left / width, 0.43 / height, 1 - (left + 0.15) / width, 1 - (0.43 + top) / height))
+        axes.patch.set_visible(False)
+        draw(axes)
+        file = io.StringIO()
+        canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return Figure(key, title, caption, _inline(file.getvalue(), f"{title}. {caption}"), digest)
+
+
+def _inline(svg: str, description: str) -> str:
+    """The SVG element alone, scalable, in the page's colours and font, with no id that nothing refers to."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<style[^>]*>.*?</style>|<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg))
+    used = set(re.findall(r"#([A-Za-z][\w.-]*)\)?\"", svg))
+    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
+    variables = _VARIABLES | {colour(i): f"--arm-{i}" for i in range(PALETTE)}
+    svg = re.sub(r"#00f[de][0-9a-f]{2}", lambda m: f"var({variables[m[0]]})", svg)
+    svg = re.sub(r' font-family: [^;"]*;', "", svg)
+    label = description.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1).strip()
+
+
+def _stacked(arm: Arm) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(steps, seeds x training losses), as far as all seeds go."""
+    size = min(run.curve.size for run in arm.runs)
+    steps = (np.arange(size, dtype=np.float64) + 0.5) * arm.runs[0].stride
+    return steps, np.stack([run.curve[:size] for run in arm.runs])
+
+
+def _evaluated(arm: Arm) -> tuple[list[int], NDArray[np.float64]]:
+    steps = sorted(set.intersection(*(set(dict(run.evals)) for run in arm.runs)))
+    return steps, np.array([[dict(run.evals)[step] for step in steps] for run in arm.runs])
+
+
+def _band(values: NDArray[np.float64], confidence: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Pointwise t interval of the mean."""
+    n = len(values)
+    half = stdtrit(n - 1, (1 + confidence) / 2) * values.std(axis=0, ddof=1) / math.sqrt(n)
+    return values.mean(axis=0) - half, values.mean(axis=0) + half
+
+
+def _dash(index: int | None) -> Any:
+    return DASHES[(index or 0) % len(DASHES)]
+
+
+def _label(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.margins(x=0.02)

@@ -1,0 +1,139 @@
+"""A study folder -> its finished runs, one at a time, and the records that had to be left out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
+
+from .. import record
+from ..config import RunConfig, validation_line
+from ..study.watch import Seen, diverged
+
+BINS = 100  # points of a stored loss curve
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the report keeps of a finished run; a few kilobytes, however long the run was."""
+
+    id: str
+    folder: str
+    cell: str  # the id that the plan gives this run today; fields added to the config since do not part them
+    value: float  # what is compared, lower is better: validation loss in nats, or the error rate
+    best: dict[str, float]  # the evaluation with the lowest loss
+    seed: int
+    lr: float
+    steps: int
+    step_seconds: float | None  # median without warm-up
+    peak_memory: int  # bytes
+    trainable: int
+    frozen: int
+    ceiling: float  # share of a step's arithmetic that the freeze can save
+    curve: NDArray[np.float64]  # training loss, mean of every `stride` steps
+    stride: int
+    evals: tuple[tuple[int, float], ...]  # (step, validation loss)
+    environment: str  # JSON, so that equal ones are easily found
+    data: str  # hashes of the tokens
+    updated: float
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A record that gives no number, and why."""
+
+    folder: str
+    cell: str  # its id in the plan; empty for an unreadable record
+    status: Literal["damaged", "failed", "diverged", "unfinished"]
+    reason: str
+
+
+class BenchArm(BaseModel):
+    """One arm of `oelm bench step`, timed in turns with the others in one process."""
+
+    median_step: float = Field(gt=0)  # seconds
+    ratio: float = Field(gt=0)  # of medians, arm / reference
+    interval: tuple[float, float] | None = None  # of the ratio
+    ceiling: float = Field(lt=1)  # negative: the arm does more arithmetic than the reference
+
+
+class Bench(BaseModel):
+    """bench.json: the interleaved timing that a study folder may hold."""
+
+    reference: str
+    arms: dict[str, BenchArm]
+
+
+def read_bench(folder: Path) -> Bench | None:
+    path = folder / "bench.json"
+    if not path.exists():
+        return None
+    try:
+        return Bench.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        line = validation_line(error, Bench, str(path))
+        raise ValueError(f"{line}; write it with `oelm bench step -f json`") from None
+
+
+def read_records(folder: Path, metric: str) -> tuple[list[Measured], list[LeftOut]]:
+    """Every run folder below `folder`, read one after the other."""
+    runs, left_out = [], []
+    for path in sorted(p.parent for p in folder.glob("*/run.json")):
+        cell = ""
+        try:
+            facts = record.read_run(path)
+            config = _config(facts)
+            cell = config.id
+            if facts["status"] == "failed":
+                how: Literal["diverged", "failed"] = "diverged" if diverged(Seen("failed", facts)) else "failed"
+                lines = (facts["error"] or "no traceback").strip().splitlines()
+                left_out.append(LeftOut(path.name, cell, how, lines[-1]))
+            elif facts["status"] != "finished":
+                left_out.append(LeftOut(path.name, cell, "unfinished", f"status {facts['status']}"))
+            else:
+                runs.append(_measured(path, facts, config, metric))
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            reason = str(error) if isinstance(error, ValueError | OSError) else f"lacks {error}"
+            left_out.append(LeftOut(path.name, cell, "damaged", reason.replace(f"{path}/", "")))
+    return runs, left_out
+
+
+def _config(facts: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(facts["science"])
+    except ValidationError as error:
+        raise ValueError(validation_line(error, RunConfig, "run.json")) from None
+
+
+def _measured(path: Path, facts: dict[str, Any], config: RunConfig, metric: str) -> Measured:
+    metrics = record.read_metrics(path)
+    losses, evals = record.losses(metrics), record.evaluations(metrics)
+    best, totals = facts["totals"]["best"], facts["totals"]
+    lowest = min((line["loss"] for line in evals), default=None)
+    if lowest != best["loss"]:
+        raise ValueError(f"run.json has best loss {best['loss']}, the evaluations in metrics.jsonl {lowest}")
+    if len(losses) != totals["steps"]:
+        raise ValueError(f"run.json counts {totals['steps']} steps, metrics.jsonl {len(losses)}")
+    stride = -(-config.train.max_steps // BINS)
+    return Measured(
+        id=facts["id"], folder=path.name, cell=config.id,
+        value=best["loss"] if metric == "loss" else 1 - best["accuracy"], best=best,
+        seed=config.data_seed, lr=config.train.lr, steps=totals["steps"],
+        step_seconds=record.timing_stats(metrics).get("median_step"), peak_memory=totals["peak_memory"],
+        trainable=facts["surgery"]["trainable"], frozen=facts["surgery"]["frozen"],
+        ceiling=facts["flops_per_token"]["ceiling"], curve=_thinned(losses, stride), stride=stride,
+        evals=tuple((line["step"], line["loss"]) for line in evals),
+        environment=json.dumps({**facts["environment"], "precision": facts["precision"]}, sort_keys=True),
+        data=json.dumps(facts["data_sha256"], sort_keys=True), updated=facts["updated"],
+    )  # fmt: skip
+
+
+def _thinned(losses: list[float], stride: int) -> NDArray[np.float64]:
+    values = np.asarray(losses, dtype=np.float64)
+    whole = values.size // stride * stride
+    return values[:whole].reshape(-1, stride).mean(axis=1)

@@ -1,0 +1,198 @@
+"""The report's main tables and its headline."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from .analysis import Analysis, Arm, Comparison, Setting
+from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
+
+SIGNS = {"superior": "▲", "non-inferior": "✓", "inferior": "✕", "inconclusive": "?", "too few seeds": "…"}
+SAID = {
+    "superior": "Better than the baseline", "non-inferior": "Within the margin", "inferior": "Beyond the margin",
+    "inconclusive": "Undecided", "too few seeds": "Too few seeds",
+}  # fmt: skip
+
+POSSIBLE = {"possible": "✓ yes", "noise": "? above, perhaps noise", "impossible": "✕ above the ceiling"}
+
+
+def arm_tables(analysis: Analysis) -> list[Table]:
+    return [_arm_table(analysis, setting) for setting in analysis.settings]
+
+
+def _arm_table(analysis: Analysis, setting: Setting) -> Table:
+    loss = analysis.study.decide.metric == "loss"
+    percent = f"{analysis.study.decide.confidence:.0%}"
+    columns = (
+        ("Arm", "learning rate and number of finished seeds below"),
+        ("PPL ratio", f"to the baseline at the same seeds, with its {percent} t interval")
+        if loss else ("Difference", f"to the baseline at the same seeds, in points, with its {percent} t interval"),
+        ("Verdict", "by the rule at the end of this page; adjusted p of the distance from the margin below"),
+        ("Loss", f"mean over seeds of the lowest validation loss, in nats, with its {percent} t interval")
+        if loss else ("Accuracy", f"mean over seeds with its {percent} t interval"),
+        ("PPL", "exp of the mean loss; bits per byte of text below") if loss else ("Loss", "mean validation loss"),
+        ("Trained", "parameters that take a gradient"),
+        ("Frozen", "parameters that take none; their share below"),
+        ("Step", "median time of a training step, of separate processes"),
+        ("Memory", "median peak memory of the process or device"),
+    )  # fmt: skip
+    rows = tuple(_arm_row(analysis, setting, arm, i) for i, arm in enumerate(setting.arms))
+    return Table(f"arms.{setting.title}", setting.title, columns, rows)
+
+
+def _arm_row(analysis: Analysis, setting: Setting, arm: Arm, index: int) -> tuple[Cell, ...]:
+    key = number_key(setting, arm)
+    about: list[Piece] = []
+    if arm.lr is not None:
+        searched = tuple(run for ids in arm.search.runs.values() for run in ids) if arm.search else arm.ids
+        about = ["lr ", Number(f"{key}.lr", arm.lr, f"{arm.lr:g}", searched), " · "]
+    about += [Number(f"{key}.n", len(arm.runs), f"{len(arm.runs)}", arm.ids), " seed" + "s" * (len(arm.runs) != 1)]
+    name = Cell((arm.name,), tuple(about), tone="arm", swatch=index)
+    if arm.spread is None:
+        return (name, *[EMPTY] * 8)
+    first = arm.runs[0]
+    total = first.trainable + first.frozen
+    step, memory = arm.step_seconds, arm.peak_memory
+    return (
+        name,
+        _effect_cell(analysis, arm, key),
+        _verdict_cell(arm.comparison, key) if arm.comparison else Cell(("reference",), tone="quiet")
+        if arm.name == analysis.study.decide.baseline else EMPTY,
+        *_level_cells(analysis, arm, key),
+        Cell((Number(f"{key}.trainable", first.trainable, f"{first.trainable:,}", arm.ids),)),
+        Cell(
+            (Number(f"{key}.frozen", first.frozen, f"{first.frozen:,}", arm.ids),),
+            (Number(f"{key}.share", first.frozen / total, f"{first.frozen / total:.1%}", arm.ids),),
+        ),
+        Cell((Number(f"{key}.step", step, seconds_text(step), arm.ids),)) if step else EMPTY,
+        Cell((Number(f"{key}.memory", memory, bytes_text(memory), arm.ids),)) if memory else EMPTY,
+    )  # fmt: skip
+
+
+def _level_cells(analysis: Analysis, arm: Arm, key: str) -> tuple[Cell, Cell]:
+    """The arm's own level: loss and perplexity, or accuracy and loss."""
+    assert arm.spread is not None
+    mean, t = arm.spread.mean, arm.spread.t
+    if analysis.study.decide.metric == "accuracy":
+        losses = math.fsum(run.best["loss"] for run in arm.runs) / len(arm.runs)
+        accuracy = Number(f"{key}.accuracy", 1 - mean, f"{1 - mean:.2%}", arm.ids)
+        bounds = interval(f"{key}.accuracy", (1 - t.high, 1 - t.low) if t else None, ".2%", arm.ids)
+        return Cell((accuracy,), bounds), Cell((Number(f"{key}.loss", losses, f"{losses:.4f}", arm.ids),))
+    bits = [run.best["bits_per_byte"] for run in arm.runs if "bits_per_byte" in run.best]
+    below: tuple[Piece, ...] = ()
+    if len(bits) == len(arm.runs):
+        value = math.fsum(bits) / len(bits)
+        below = (Number(f"{key}.bits", value, f"{value:.3f}", arm.ids), " bits/byte")
+    return (
+        Cell((Number(f"{key}.loss", mean, f"{mean:.4f}", arm.ids),), interval(f"{key}.loss", t, ".4f", arm.ids)),
+        Cell((Number(f"{key}.ppl", math.exp(mean), ppl_text(math.exp(mean)), arm.ids),), below),
+    )
+
+
+def _effect_cell(analysis: Analysis, arm: Arm, key: str) -> Cell:
+    c = arm.comparison
+    if c is None:
+        return EMPTY
+    number, bounds = effect(analysis, c, key)
+    return Cell((number,), bounds)
+
+
+def effect(analysis: Analysis, c: Comparison, key: str) -> tuple[Number, tuple[Piece, ...]]:
+    """The comparison as readers know it: ratio of perplexities, or points of accuracy; with its interval."""
+    t = c.paired.t
+    if analysis.study.decide.metric == "loss":
+        bounds = (math.exp(t.low), math.exp(t.high)) if t else None
+        return (
+            Number(f"{key}.ratio", c.paired.ratio, f"{c.paired.ratio:.3f}", c.runs),
+            interval(f"{key}.ratio", bounds, ".3f", c.runs),
+        )
+    points = -100 * c.paired.mean
+    bounds = (-100 * t.high, -100 * t.low) if t else None
+    return Number(f"{key}.points", points, f"{points:+.2f}", c.runs), interval(f"{key}.points", bounds, "+.2f", c.runs)
+
+
+def _verdict_cell(c: Comparison, key: str) -> Cell:
+    decision = c.verdict.decision
+    below: tuple[Piece, ...] = (
+        Number(f"{key}.pairs", c.paired.n, f"{c.paired.n}", c.runs),
+        " pair" + "s" * (c.paired.n > 1),
+    )
+    if c.adjusted_p is not None:
+        below = ("p ", Number(f"{key}.p", c.adjusted_p, p_text(c.adjusted_p), c.runs), " · ", *below)
+    return Cell((f"{SIGNS[decision]} {decision}",), below, tone=decision.replace(" ", "-"))
+
+
+@dataclass(frozen=True)
+class Clause:
+    """The arms of one decision: what is said of them, and each with its cost."""
+
+    decision: str
+    said: str
+    arms: tuple[tuple[Piece, ...], ...]
+
+
+def headline(analysis: Analysis) -> list[Clause]:
+    """The verdict in one sentence, clause by clause."""
+    clauses = []
+    for decision, said in SAID.items():
+        arms = []
+        for name in analysis.study.arms:
+            places = [
+                (s, c) for s, arm, c in analysis.comparisons() if (arm.name, c.verdict.decision) == (name, decision)
+            ]
+            if places:
+                arms.append(_settled(analysis, name, places))
+        if arms:
+            clauses.append(Clause(decision, said, tuple(arms)))
+    compared = {arm.name for _, arm, _ in analysis.comparisons()}
+    if open_arms := [name for name in analysis.study.arms if name not in {*compared, analysis.study.decide.baseline}]:
+        clauses.append(Clause("open", "No verdict yet", tuple((name,) for name in open_arms)))
+    return [replace(c, said=c.said if i == 0 else c.said[0].lower() + c.said[1:]) for i, c in enumerate(clauses)]
+
+
+def _settled(analysis: Analysis, name: str, places: list[tuple[Setting, Comparison]]) -> tuple[Piece, ...]:
+    """An arm with its cost, from the least to the most over the settings that share a decision."""
+    effects = [replace(effect(analysis, c, f"{s.title}.{name}")[0], key=f"top.{s.title}.{name}") for s, c in places]
+    before, after = ("PPL × ", "") if analysis.study.decide.metric == "loss" else ("", " points")
+    if len(places) == len(analysis.settings):
+        where = f" in all {len(places)} settings" if len(places) > 1 else ""
+    else:
+        where = f" on {' and '.join(s.title for s, _ in places)}"
+    ends = sorted(effects, key=lambda number: number.value)
+    span: tuple[Piece, ...] = (ends[0], " to ", ends[-1]) if len(ends) > 1 else (ends[0],)
+    return (f"{name}{where} ({before}", *span, f"{after})")
+
+
+def timing_table(analysis: Analysis) -> Table | None:
+    rows = []
+    for row in analysis.savings():
+        key = f"timing.{row.where}.{row.arm}"
+        rows.append((
+            Cell((row.arm,), (row.where,) if row.where else (), tone="arm", swatch=arm_index(analysis, row.arm)),
+            Cell((Number(f"{key}.step", row.seconds, seconds_text(row.seconds), row.runs),)),
+            Cell((Number(f"{key}.saving", row.saving, f"{row.saving:.1%}", row.runs),),
+                 interval(f"{key}.saving", row.interval, ".1%", row.runs)),
+            Cell((Number(f"{key}.ceiling", row.ceiling, f"{row.ceiling:.1%}", row.runs),)),
+            Cell((POSSIBLE[row.standing],), tone="inferior" if row.standing == "impossible" else "quiet"),
+        ))  # fmt: skip
+    columns = (
+        ("Arm", ""), ("Step", "median time of a training step"), ("Saved", "of the baseline's step time"),
+        ("Ceiling", "share of the step's arithmetic that the freeze removes: no saving can be larger"),
+        ("Possible?", "is the saving at most the ceiling?"),
+    )  # fmt: skip
+    note = (
+        "Timed in turns with the baseline in one process (oelm bench step)."
+        if analysis.bench
+        else "From the clocks of separate runs, which share their machine with whatever else it does: not a fair "
+        "comparison. For one, run oelm bench step and put its JSON into the study folder as bench.json."
+    )
+    return Table("timing", "Step time", columns, tuple(rows), note) if rows else None
+
+
+def arm_index(analysis: Analysis, name: str) -> int | None:
+    return list(analysis.study.arms).index(name) if name in analysis.study.arms else None
+
+
+def number_key(setting: Setting, arm: Arm) -> str:
+    return ".".join((setting.corpus, setting.size, arm.name))

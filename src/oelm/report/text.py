@@ -1,0 +1,94 @@
+"""The content as Markdown, as LaTeX tables, and as plain lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .analysis import Analysis
+from .content import Content
+from .elements import Cell, Piece, Table
+from .notices import notices
+from .tables import Clause, arm_tables, headline
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "−": "$-$", "×": r"$\times$", "÷": r"$\div$", "·": r"$\cdot$", "–": "--", "✓": "", "✕": "", "▲": "", "…": "",
+}  # fmt: skip
+
+
+def plain(pieces: Iterable[Piece]) -> str:
+    return "".join(piece if isinstance(piece, str) else piece.text for piece in pieces)
+
+
+def sentence(clauses: Iterable[Clause]) -> str:
+    return "; ".join(f"{clause.said}: {', '.join(map(plain, clause.arms))}" for clause in clauses) + "."
+
+
+def markdown(content: Content) -> str:
+    lines = [f"# {content.question}", "", f"**{sentence(content.headline)}**", ""]
+    lines += [f"- {plain(number)} {label}" for number, label in content.facts]
+    if content.notices:
+        lines += ["", *(f"> {'**Warning.** ' if n.weight == 'warning' else ''}{n.text}\n>" for n in content.notices)]
+    for table in _tables(content):
+        lines += ["", f"## {table.title or 'Arms'}", "", *_markdown_table(table)]
+    lines += ["", "## How it was decided", "", *(f"- {line}" for line in content.rule), "", "## Where it ran"]
+    for environment in content.environments:
+        lines += ["", *(f"- {name}: {text}" for name, text in environment)]
+    return "\n".join([*lines, "", "## Runs", "", *_markdown_table(content.runs), ""])
+
+
+def _tables(content: Content) -> list[Table]:
+    return [*content.arms, *content.more, *([content.rates] if content.rates else [])]
+
+
+def _markdown_table(table: Table) -> list[str]:
+    def row(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    ruled = ["---:" if _is_number(table, i) else "---" for i in range(len(table.columns))]
+    lines = [row(title for title, _ in table.columns), row(ruled)]
+    lines += [row(_joined(cell) for cell in cells) for cells in table.rows]
+    return lines + (["", table.note] if table.note else [])
+
+
+def latex(content: Content) -> str:
+    """Tables for \\input into a paper; they need the booktabs package."""
+    parts = [f"% {content.name}: {' '.join(sentence(content.headline).split())}\n% needs \\usepackage{{booktabs}}"]
+    for table in _tables(content):
+        columns = "".join("r" if _is_number(table, i) else "l" for i in range(len(table.columns)))
+        body = [" & ".join(_escaped(title) for title, _ in table.columns) + r" \\", r"\midrule"]
+        body += [" & ".join(_escaped(_joined(cell)) for cell in cells) + r" \\" for cells in table.rows]
+        caption = _escaped(f"{table.title or 'Arms'}. {table.note}".strip())
+        parts.append("\n".join([
+            r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
+            *body, r"\bottomrule", r"\end{tabular}", r"\end{table}",
+        ]))  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def verdict_lines(analysis: Analysis) -> str:
+    """The table of arms, the verdict and the warnings, for a terminal."""
+    blocks = []
+    for table in arm_tables(analysis):
+        rows = [[title for title, _ in table.columns[:7]]]
+        rows += [[_joined(cell) for cell in cells[:7]] for cells in table.rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        blocks.append("\n".join([table.title, *lines] if table.title else lines))
+    blocks.append(sentence(headline(analysis)))
+    blocks += [f"{notice.weight}: {notice.text}" for notice in notices(analysis)]
+    return "\n\n".join(blocks)
+
+
+def _joined(cell: Cell) -> str:
+    main, sub = plain(cell.main), plain(cell.sub)
+    return f"{main} {sub}" if sub.startswith("[") else f"{main} ({sub})" if sub else main
+
+
+def _is_number(table: Table, column: int) -> bool:
+    return any(row[column].order is not None for row in table.rows)
+
+
+def _escaped(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text).strip()

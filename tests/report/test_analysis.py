@@ -1,0 +1,205 @@
+"""Verdicts from records whose truth is known, and what is said of records that give no number."""
+
+import json
+import math
+import shutil
+
+import pytest
+from report.fake_study import COST, fake_study
+
+from oelm.report.analysis import analyse
+from oelm.report.notices import notices
+from oelm.study import stats
+
+
+def said(folder, weight=None):
+    return "\n".join(n.text for n in notices(analyse(folder)) if weight in (None, n.weight))
+
+
+def comparison(analysis, name):
+    return next(c for _, arm, c in analysis.comparisons() if arm.name == name)
+
+
+def edit(run_json, **changes):
+    run_json.write_text(json.dumps(json.loads(run_json.read_text()) | changes))
+
+
+def test_verdicts_follow_the_truth_and_every_result_names_its_runs(tmp_path):
+    fake_study(tmp_path / "s", noise=0.002)
+    analysis = analyse(tmp_path / "s")
+    decisions = {arm.name: c.verdict.decision for _, arm, c in analysis.comparisons()}
+    assert decisions == {"oelm": "non-inferior", "oelm-random": "inferior", "oelm-q": "non-inferior"}
+    oelm = comparison(analysis, "oelm")
+    assert oelm.paired.mean == pytest.approx(COST["oelm"], abs=0.01)
+    ids = {json.loads(p.read_text())["id"] for p in (tmp_path / "s").glob("*/run.json")}
+    assert len(set(oelm.runs)) == 12
+    assert set(oelm.runs) <= ids
+    assert analysis.planned == len(ids) == 36
+    assert not said(tmp_path / "s", "warning")
+
+
+def test_arms_are_paired_with_the_baseline_at_the_same_seed(tmp_path):
+    """Seeds differ by 0.03 nats, pairs by 0.002: only pairing can see a difference of 0.012."""
+    fake_study(tmp_path / "s", noise=0.002)
+    analysis = analyse(tmp_path / "s")
+    found = comparison(analysis, "oelm").paired
+    assert found.sd < 0.01 < min(arm.spread.sd for arm in analysis.settings[0].arms)
+
+
+def test_corpora_and_sizes_are_compared_each_with_its_own_baseline(tmp_path):
+    axes = {"corpora": {"code": {}, "stories": {"data": {"tokenizer": "bytes"}}},
+            "sizes": {"small": {}, "large": {"model": {"d_model": 256}}}}  # fmt: skip
+    fake_study(tmp_path / "s", seeds=3, search=False, noise=0.001, **axes)
+    found = analyse(tmp_path / "s").comparisons()
+    assert len(found) == 12  # three arms in four settings
+    for _, arm, c in found:  # levels differ by up to 1 nat between settings
+        assert c.paired.mean == pytest.approx(COST[arm.name], abs=0.01)
+
+
+def test_holm_counts_every_planned_comparison(tmp_path):
+    """Arms just inside the margin: enough evidence for one comparison, too little among eleven."""
+    cost = {"baseline": 0.0} | {f"arm{i}": 0.042 for i in range(11)}
+    arms = {name: {"method": {"arm": "oelm", "gain": 1 + i}} for i, name in enumerate(cost)}
+    fields = {"search": False, "cost": cost, "noise": 0.003, "arms": arms}
+    fake_study(tmp_path / "plain", decide={"correction": "none"}, **fields)
+    fake_study(tmp_path / "holm", decide={"correction": "holm"}, **fields)
+    plain, holm = analyse(tmp_path / "plain").comparisons(), analyse(tmp_path / "holm").comparisons()
+    adjusted = stats.holm([2 * min(c.p, 1 - c.p) for *_, c in plain])
+    assert [c.adjusted_p for *_, c in holm] == pytest.approx(adjusted)
+    for *_, c in holm:
+        assert (c.adjusted_p < 0.05) == (c.verdict.decision == "non-inferior")
+    claims = [sum(c.verdict.decision == "non-inferior" for *_, c in found) for found in (plain, holm)]
+    assert claims[0] > claims[1]
+
+
+def test_a_damaged_record_is_named_and_left_out(tmp_path):
+    fake_study(tmp_path / "s", seeds=7)
+    broken = next((tmp_path / "s").glob("oelm-lr*-s3-*/run.json"))
+    broken.write_text(broken.read_text()[:300])
+    assert f"Damaged and left out: {broken.parent.name}" in said(tmp_path / "s", "warning")
+    assert "oelm (6 of 7 seeds)" in said(tmp_path / "s", "warning")
+    assert comparison(analyse(tmp_path / "s"), "oelm").seeds == (0, 1, 2, 4, 5, 6)
+
+
+@pytest.mark.parametrize("change", ["best", "steps", "line", "config"])
+def test_a_record_that_contradicts_itself_is_damaged(tmp_path, change):
+    fake_study(tmp_path / "s")
+    path = next((tmp_path / "s").glob("oelm-lr*-s3-*/run.json"))
+    facts = json.loads(path.read_text())
+    if change == "best":
+        facts["totals"]["best"]["loss"] -= 0.5
+    elif change == "steps":
+        facts["totals"]["steps"] += 10
+    elif change == "config":
+        facts["science"]["train"]["lr"] = "high"
+    else:
+        lines = (path.parent / "metrics.jsonl").read_text().replace('"kind": "eval"', '"kind": "ev', 1)
+        (path.parent / "metrics.jsonl").write_text(lines)
+    path.write_text(json.dumps(facts))
+    assert f"Damaged and left out: {path.parent.name}" in said(tmp_path / "s", "warning")
+
+
+def test_a_failed_run_costs_its_pair_and_is_named_with_its_error(tmp_path):
+    fake_study(tmp_path / "s", seeds=7)
+    path = next((tmp_path / "s").glob("baseline-lr*-s2-*/run.json"))
+    edit(path, status="failed", error="Traceback (most recent call last):\n  ...\nMemoryError: no room")
+    assert f"Failed and left out: {path.parent.name} (MemoryError: no room)" in said(tmp_path / "s", "warning")
+    assert comparison(analyse(tmp_path / "s"), "oelm").paired.n == 6
+
+
+def test_a_rate_that_diverged_in_the_search_is_out_without_making_the_study_unfinished(tmp_path):
+    fake_study(tmp_path / "s")
+    path = next((tmp_path / "s").glob("baseline-lr0.001-s1000-*/run.json"))
+    edit(path, status="failed", error="loss is not finite at step 12")
+    assert not said(tmp_path / "s", "warning")
+    assert f"their learning rates are out: {path.parent.name}" in said(tmp_path / "s", "note")
+
+
+def test_a_lost_search_record_does_not_hide_the_comparison_made_with_it(tmp_path):
+    fake_study(tmp_path / "s")
+    shutil.rmtree(next((tmp_path / "s").glob("oelm-lr0.002-s1000-*")))
+    assert comparison(analyse(tmp_path / "s"), "oelm").paired.n == 6
+    assert "oelm (learning-rate search)" in said(tmp_path / "s", "warning")
+
+
+def test_a_study_that_has_only_begun_says_what_is_missing(tmp_path):
+    fake_study(tmp_path / "s", cost={"baseline": 0.0, "oelm": 0.0})
+    for path in (tmp_path / "s").glob("oelm-*"):
+        shutil.rmtree(path)
+    text = said(tmp_path / "s", "warning")
+    assert "9 of 18 runs give no number: oelm (learning rate not chosen yet)" in text
+    assert analyse(tmp_path / "s").comparisons() == []
+
+
+def test_too_few_seeds_are_said_and_one_seed_decides_nothing(tmp_path):
+    fake_study(tmp_path / "five", seeds=5)
+    assert "cannot reach p < 0.05 with fewer than 6" in said(tmp_path / "five", "warning")
+    fake_study(tmp_path / "one", seeds=1)
+    assert {c.verdict.decision for *_, c in analyse(tmp_path / "one").comparisons()} == {"too few seeds"}
+    assert "one pair gives no verdict at all" in said(tmp_path / "one", "warning")
+
+
+def test_other_tokens_and_runs_outside_the_plan_are_reported(tmp_path):
+    fake_study(tmp_path / "s")
+    edit(next((tmp_path / "s").glob("oelm-q-*-s1-*/run.json")), data_sha256={"train": "other", "val": "b"})
+    shutil.copytree(next((tmp_path / "s").glob("oelm-q-*-s2-*")), tmp_path / "s" / "stray")
+    path = tmp_path / "s" / "stray" / "run.json"
+    science = json.loads(path.read_text())["science"]
+    science["train"]["lr"] = 0.123
+    edit(path, science=science)
+    text = said(tmp_path / "s", "warning")
+    assert "did not all read the same tokens" in text
+    assert "Not in this study's plan, or there twice, and left out: stray" in text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "standing", "weight"),
+    [(0.43, "impossible", "warning"), (0.945, "noise", "note"), (0.99, "possible", None)],
+)
+def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, weight):
+    fake_study(tmp_path / "s", search=False)
+    arms = {"baseline": {"median_step": 0.02, "ratio": 1.0, "ceiling": 0.0},
+            "oelm": {"median_step": 0.02 * ratio, "ratio": ratio, "interval": [ratio - 0.01, ratio + 0.01],
+                     "ceiling": 0.048}}  # fmt: skip
+    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms, "blocks": 12}))
+    (row,) = analyse(tmp_path / "s").savings()
+    assert (row.standing, row.saving) == (standing, pytest.approx(1 - ratio))
+    for each in ("warning", "note"):
+        assert ("above the ceiling of 4.8%" in said(tmp_path / "s", each)) == (each == weight)
+
+
+def test_step_times_of_separate_runs_are_never_called_impossible(tmp_path):
+    """Without bench.json there is no interval: a large saving is the machine's."""
+    fake_study(tmp_path / "s", step_seconds={"oelm": 0.01})
+    row = next(r for r in analyse(tmp_path / "s").savings() if r.arm == "oelm")
+    assert row.saving == pytest.approx(0.51, abs=0.02)
+    assert "not timed in turns" in said(tmp_path / "s", "note")
+
+
+def test_accuracy_is_compared_in_points(tmp_path):
+    fake_study(tmp_path / "s", search=False, noise=0.002, decide={"metric": "accuracy", "margin_points": 0.5})
+    decisions = {arm.name: c.verdict.decision for _, arm, c in analyse(tmp_path / "s").comparisons()}
+    assert decisions == {"oelm": "non-inferior", "oelm-random": "inferior", "oelm-q": "non-inferior"}
+    oelm = comparison(analyse(tmp_path / "s"), "oelm").paired
+    assert oelm.mean == pytest.approx(COST["oelm"] / 10, abs=0.001)
+
+
+def test_what_is_no_study_or_no_benchmark_is_one_clear_line(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not a study folder"):
+        analyse(tmp_path)
+    fake_study(tmp_path / "s", seeds=1, search=False)
+    (tmp_path / "s" / "bench.json").write_text('{"reference": "baseline", "arms": {"oelm": {"ratio": 0}}}')
+    with pytest.raises(ValueError, match=r"bench\.json: .*oelm bench step"):
+        analyse(tmp_path / "s")
+
+
+def test_a_copied_run_counts_once(tmp_path):
+    fake_study(tmp_path / "s", seeds=2, search=False)
+    shutil.copytree(next((tmp_path / "s").glob("oelm-lr*-s0-*")), tmp_path / "s" / "aaa-copy")
+    assert comparison(analyse(tmp_path / "s"), "oelm").paired.n == 2
+    assert "there twice, and left out: aaa-copy" in said(tmp_path / "s", "warning")
+
+
+def test_the_published_margin_is_a_ratio_of_perplexities(tmp_path):
+    fake_study(tmp_path / "s", seeds=2, search=False)
+    assert math.exp(analyse(tmp_path / "s").margin) == pytest.approx(1.05)

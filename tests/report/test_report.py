@@ -1,0 +1,195 @@
+"""The written report: self-contained, the same in every format, and checked against the records."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from report.fake_study import fake_study
+
+from oelm.report.analysis import analyse
+from oelm.report.check import check_report
+from oelm.report.html import find_browser, write_report
+from oelm.report.text import verdict_lines
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A finished study that reproduces published rows, and its report; not to be changed by a test."""
+    folder = tmp_path_factory.mktemp("report") / "study"
+    fake_study(folder, noise=0.002, published={"baseline": "GPT-01", "oelm": "GPT-02"})
+    write_report(folder, folder.parent / "r.html", folder.parent / "r.md", folder.parent / "r.tex")
+    return folder
+
+
+@pytest.fixture
+def page(written, tmp_path):
+    return shutil.copy(written.parent / "r.html", tmp_path / "page.html")
+
+
+class Outline(HTMLParser):
+    """Every number of the page as key -> attributes, every element's id, and what is fetched from elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.numbers, self.ids, self.elsewhere = {}, [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.ids += [given["id"]] if "id" in given else []
+        self.elsewhere += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v[:1] != "#" and v != "data:,"]
+        if "data-k" in given:
+            self.numbers[given["data-k"]] = given
+
+
+def test_the_page_needs_nothing_else_and_every_number_leads_to_its_runs(written):
+    text = (written.parent / "r.html").read_text()
+    outline = Outline(text)
+    assert outline.elsewhere == []
+    assert not re.findall(r"@import|url\((?!#)", text)
+    assert len(outline.ids) == len(set(outline.ids))
+    assert len(outline.numbers) > 300
+    for key, number in outline.numbers.items():
+        runs = number.get("data-runs", "").split()
+        assert all(f"run-{run}" in outline.ids for run in runs)
+        measured = not re.match(r"run\.|facts\.pairs|.*\.published\.(value|claimed|steps|step)$", key)
+        assert bool(runs) == measured, key
+
+
+def test_the_verdict_stands_on_top_and_in_every_format(written):
+    html = (written.parent / "r.html").read_text()
+    top = html[html.index("<header>") : html.index("</header>")]
+    assert "keep perplexity within 5 %" in top
+    assert "Within the margin" in top
+    assert "beyond the margin" in top
+    ratio = re.search(r'data-k="\.\.oelm\.ratio"[^>]*>([\d.]+)<', html)[1]
+    for name in ("r.md", "r.tex"):
+        text = (written.parent / name).read_text()
+        assert ratio in text
+        assert "non-inferior" in text
+        assert "GPT-02" in text
+    assert ratio in verdict_lines(analyse(written))
+    assert "inferior" in verdict_lines(analyse(written))
+
+
+def test_markdown_tables_are_rectangular_and_latex_is_balanced(written):
+    blocks = re.findall(r"(?:^\|.*\|\n)+", (written.parent / "r.md").read_text(), re.MULTILINE)
+    assert len(blocks) >= 5
+    for block in blocks:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+    latex = (written.parent / "r.tex").read_text()
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5
+    for row in re.findall(r"^.*\\\\$", latex, re.MULTILINE):
+        assert not re.search(r"(?<!\\)[%#_]", row)
+
+
+def test_published_numbers_stand_beside_the_measured_ones(written):
+    table = (written.parent / "r.md").read_text().split("## Measured and published")[1].split("##")[0]
+    row = next(line for line in table.splitlines() if "GPT-02" in line)
+    assert "4.69" in row
+    assert "1.098" in row  # 4.69 / 4.27, as the record says +9.8 %
+    assert "100,000" in row
+    assert "0.184 s in two others" in table  # the record contradicts itself
+
+
+def test_an_untouched_page_passes_the_check(written, page):
+    assert check_report(written, page) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "reported"),
+    [
+        (r'(data-k="\.\.oelm\.ratio"[^>]*>)[\d.]+', r"\g<1>0.999", "..oelm.ratio: the page says 0.999"),
+        (r'(data-k="\.\.oelm\.ppl" data-v=")[\d.]+', r"\g<1>1.5", "..oelm.ppl: the page says"),
+        (r'<a class="n"[^>]*data-k="\.\.oelm\.loss"[^>]*>[^<]*</a>', "", "..oelm.loss: the records give"),
+        ("ln 1.05", "ln 1.5", "text: the page says"),
+        (r'(data-figure="forest".*?<path d="M )\d+', r"\g<1>7", "figure forest: changed after it was drawn"),
+        (r'(data-figure="curves\." data-v=")\w+', r"\g<1>0", "figure curves.: drawn from other data"),
+    ],
+)
+def test_a_number_changed_on_the_page_is_found(written, page, pattern, replacement, reported):
+    text = page.read_text()
+    changed = re.sub(pattern, replacement, text, count=1, flags=re.DOTALL)
+    assert changed != text
+    page.write_text(changed)
+    assert any(line.startswith(reported) for line in check_report(written, page))
+
+
+def test_a_record_changed_after_the_page_was_written_is_found(written, tmp_path):
+    folder = shutil.copytree(written, tmp_path / "study")
+    path = next(folder.glob("oelm-lr*-s0-*/run.json"))
+    facts = json.loads(path.read_text())
+    facts["totals"]["peak_memory"] += 100 * 2**20
+    path.write_text(json.dumps(facts))
+    found = check_report(folder, written.parent / "r.html")
+    assert [line.partition(":")[0] for line in found] == ["..oelm.memory", f"run.{facts['id']}.memory"]
+    assert re.search(r"the page says 69\d MiB .* the records give 79\d MiB", found[1])
+
+
+def test_a_page_of_something_else_is_refused(written, tmp_path):
+    (tmp_path / "x.html").write_text("<p>hello 1</p>")
+    with pytest.raises(ValueError, match="no numbers of a report"):
+        check_report(written, tmp_path / "x.html")
+    with pytest.raises(FileNotFoundError, match="no such page"):
+        check_report(written, tmp_path / "missing.html")
+
+
+def test_names_from_the_study_file_are_text_not_markup(tmp_path):
+    fake_study(tmp_path / "s", seeds=2, search=False, question="Is <script>alert(1)</script> & 5 | 6 safe?")
+    write_report(tmp_path / "s", tmp_path / "r.html", md=tmp_path / "r.md", latex=tmp_path / "r.tex")
+    assert "<script>alert" not in (tmp_path / "r.html").read_text()
+    assert check_report(tmp_path / "s", tmp_path / "r.html") == []
+
+
+@pytest.mark.parametrize("case", ["empty", "one seed", "accuracy", "no baseline"])
+def test_a_page_is_written_whatever_the_study_holds(tmp_path, case):
+    fields = {"decide": {"metric": "accuracy"}, "published": {"oelm": "XNLI-02"}} if case == "accuracy" else {}
+    fake_study(tmp_path / "s", seeds=1 if case == "one seed" else 2, search=case != "accuracy", **fields)
+    for path in [p for p in (tmp_path / "s").iterdir() if p.is_dir()]:
+        if case == "empty" or (case == "no baseline" and path.name.startswith("baseline")):
+            shutil.rmtree(path)
+    write_report(tmp_path / "s", tmp_path / "r.html", md=tmp_path / "r.md", latex=tmp_path / "r.tex")
+    assert check_report(tmp_path / "s", tmp_path / "r.html") == []
+    top = (tmp_path / "r.html").read_text().partition("<h2>")[0]
+    assert ("No verdict yet" in top) == (case in ("empty", "no baseline"))
+
+
+def test_an_unknown_published_row_is_named(tmp_path):
+    fake_study(tmp_path / "s", seeds=1, search=False, published={"oelm": "GPT-99"})
+    with pytest.raises(ValueError, match="no published row 'GPT-99'"):
+        write_report(tmp_path / "s", tmp_path / "r.html")
+
+
+def test_pdf_is_printed_or_refused_in_one_line(written, tmp_path, monkeypatch):
+    if find_browser():
+        write_report(written, tmp_path / "r.html", pdf=tmp_path / "r.pdf")
+        assert (tmp_path / "r.pdf").read_bytes()[:5] == b"%PDF-"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="--pdf: needs Chromium"):
+        write_report(written, tmp_path / "other.html", pdf=tmp_path / "other.pdf")
+    assert not (tmp_path / "other.html").exists()
+
+
+@pytest.mark.slow
+def test_a_thousand_runs_take_seconds_and_no_more_memory(tmp_path):
+    sizes = {"small": {}, "large": {"model": {"d_model": 256}}}
+    corpora = {"code": {}, "stories": {"data": {"tokenizer": "bytes"}}}
+    fake_study(tmp_path / "few", seeds=60, steps=300)
+    fake_study(tmp_path / "many", seeds=60, steps=300, sizes=sizes, corpora=corpora)
+    assert len(list((tmp_path / "many").glob("*/run.json"))) > 1000
+    code = (
+        "import resource, sys, time; from pathlib import Path; from oelm.report.html import write_report\n"
+        "start = time.monotonic(); folder = Path(sys.argv[1]); write_report(folder, folder.with_suffix('.html'))\n"
+        "print(time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+    )
+    measured = {}
+    for name in ("few", "many"):
+        words = [sys.executable, "-c", code, str(tmp_path / name)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        measured[name] = [float(word) for word in done.stdout.split()]
+    assert measured["many"][0] < 10
+    assert measured["many"][1] - measured["few"][1] < 60  # MiB, for four times as many runs
