@@ -1,21 +1,32 @@
-"""A study file -> the runs it takes. Pure: what has been measured so far comes in as an argument."""
+"""A study file -> its runs, their cost and what they can detect. Pure: what was measured comes in as an argument."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from ..config import RunConfig, Section, parse_config, read_yaml, set_word, validation_line
+from ..config import MAIN_FIELD, RunConfig, Section, SystemConfig, parse_config, read_yaml, set_word, validation_line
+
+if TYPE_CHECKING:
+    from .stats import LrChoice
+
+Stage = Literal["search", "compare"]
 
 
 class LearningRates(Section):
     """Each arm's own grid, all of the same size; the best one on validation is used for the comparison."""
 
-    grid: dict[str, list[float]] | list[float]  # one list for all arms, or one for each arm
-    seeds: list[int] = [1000]  # of the search; apart from the comparison's seeds, so that nobody is favoured
+    grid: dict[str, list[float]] | list[float] = Field(min_length=1)  # one list for all arms, or one for each arm
+    seeds: list[int] = Field([1000], min_length=1)  # of the search; never the comparison's, which would favour them
+
+    def of(self, arm: str) -> list[float]:
+        return list(dict.fromkeys(self.grid[arm] if isinstance(self.grid, dict) else self.grid))
 
 
 class Decide(Section):
@@ -44,27 +55,245 @@ class StudyConfig(Section):
 
     name: str
     question: str
-    base: dict[str, Any] = {}  # a RunConfig, as in its own file
-    arms: dict[str, dict[str, Any]]  # name -> overrides of the base; the first is shown first
+    base: dict[str, Any] = Field({})  # a RunConfig, as in its own file
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)  # name -> overrides; without a method, the name is the method
     seeds: list[int] = Field([0, 1, 2, 3, 4, 5], min_length=1)  # both init_seed and data_seed
-    corpora: dict[str, dict[str, Any]] = {}  # name -> overrides; empty: the base's corpus
-    sizes: dict[str, dict[str, Any]] = {}  # name -> overrides; empty: the base's model
+    corpora: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's corpus
+    sizes: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's model
     lr: LearningRates | None = None  # None: each arm's own train.lr
     decide: Decide = Decide()
-    published: dict[str, str] = {}  # arm -> id of the published row that it reproduces (see published.py)
+    published: dict[str, str] = Field({})  # arm, or arm/corpus -> id of the row that it reproduces (see published.py)
     execution: Execution = Execution()
+    cpu: dict[str, Any] = Field({})  # overrides of all of the above for --scale cpu
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        for name in (self.name, *self.arms, *self.corpora, *self.sizes):
+            if not re.fullmatch(r"\w[\w.-]*", name):
+                raise ValueError(f"{name!r} names a folder: use letters, digits, . _ and - only")
         if self.decide.baseline not in self.arms:
             raise ValueError(f"decide.baseline: {self.decide.baseline!r} is not one of the arms {', '.join(self.arms)}")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: a seed stands there twice")
-        if self.lr and isinstance(self.lr.grid, dict):
-            if set(self.lr.grid) != set(self.arms):
-                odd = sorted(set(self.lr.grid) ^ set(self.arms))[0]
-                raise ValueError(f"lr.grid: must name every arm and no other; {odd!r} is only in one of them")
-            sizes = {arm: len(grid) for arm, grid in self.lr.grid.items()}
-            if len(set(sizes.values())) > 1:
-                raise ValueError(f"lr.grid: every arm needs a grid of the same size, got {sizes}")
+        for key in self.published:
+            arm, _, corpus = key.partition("/")
+            if arm not in self.arms or (corpus and corpus not in self.corpora):
+                raise ValueError(f"published: {key!r} is neither an arm nor an arm/corpus of this study")
+        if self.lr and isinstance(self.lr.grid, dict) and (odd := sorted(set(self.lr.grid) ^ set(self.arms))):
+            raise ValueError(f"lr.grid: must name every arm and no other; {odd[0]!r} is only in one of them")
+        sizes = {arm: len(self.lr.of(arm)) for arm in self.arms} if self.lr else {}
+        if len(set(sizes.values())) > 1 or 0 in sizes.values():
+            raise ValueError(f"lr.grid: every arm needs a grid of the same size, got {sizes}")
+        if self.lr and (both := set(self.lr.seeds) & set(self.seeds)):
+            raise ValueError(f"lr.seeds: {min(both)} is a seed of the comparison too; search with other seeds")
         return self
+
+    @property
+    def folder(self) -> Path:
+        return Path((self.base.get("system") or {}).get("runs_dir", SystemConfig().runs_dir)) / self.name
+
+    def published_id(self, arm: str, corpus: str = "") -> str | None:
+        """Id of the published row that this arm reproduces on this corpus."""
+        return self.published.get(f"{arm}/{corpus}") or self.published.get(arm)
+
+
+class Group(NamedTuple):
+    """What has one learning rate; corpus and size are "" where the study has no such axis."""
+
+    arm: str
+    corpus: str
+    size: str
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study: where it stands in the design, and its config."""
+
+    stage: Stage
+    group: Group
+    seed: int
+    lr: float
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        return self.config.folder
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.group} lr {self.lr:g} seed {self.seed}"
+
+
+def load_study(path: Path, words: Iterable[str] = (), scale: str | None = None) -> StudyConfig:
+    """A study from its file, at another scale if wanted, with key=value words on top; every arm is checked."""
+    raw = {"name": path.stem, **read_yaml(path)}
+    block = raw.pop("cpu", None)
+    if scale not in (None, "cpu"):
+        raise ValueError(f"--scale: unknown {scale!r}; the only other scale is cpu")
+    if scale and not isinstance(block, dict):
+        raise ValueError(f"{path}: has no cpu: block, so --scale cpu does not know what to make smaller")
+    if isinstance(block, dict) and scale:
+        raw = merge({**raw, "published": {}}, {"name": f"{raw['name']}-cpu"}, block)  # scaled, it reproduces no row
+    for word in words:
+        set_word(raw, word)
+    try:
+        study = StudyConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ValueError(validation_line(error, StudyConfig, str(path))) from None
+    begun = (study.folder / "study.json").exists()  # checked then, and not changed since: spare the import of torch
+    for group in [] if begun else groups(study):
+        try:
+            _cell(study, "compare", group, study.seeds[0]).config.method.oelm(0)
+        except ValueError as error:
+            raise ValueError(f"{path}: {group}: {error}") from None
+    return study
+
+
+def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Later parts over earlier ones, section by section; `method: oelm` is `method: {arm: oelm}`."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if isinstance(value, str) and key in MAIN_FIELD:
+                value = {MAIN_FIELD[key]: value}
+            old = merged.get(key)
+            merged[key] = merge(old if isinstance(old, dict) else {}, value) if isinstance(value, dict) else value
+    return merged
+
+
+def groups(study: StudyConfig) -> list[Group]:
+    return [Group(arm, c, s) for c in study.corpora or [""] for s in study.sizes or [""] for arm in study.arms]
+
+
+def search_runs(study: StudyConfig) -> list[Cell]:
+    """The runs that find each arm's learning rate; none where the arms bring their own."""
+    if study.lr is None:
+        return []
+    return [
+        _cell(study, "search", group, seed, lr)
+        for seed in study.lr.seeds for group in groups(study) for lr in study.lr.of(group.arm)
+    ]  # fmt: skip
+
+
+def choose(study: StudyConfig, losses: Mapping[str, float | None]) -> dict[Group, LrChoice]:
+    """The best learning rate of every group whose search is complete.
+
+    `losses`: best validation loss by run id, None for a run that diverged, whose learning rate is then out.
+    """
+    from .stats import choose_lr
+
+    chosen, search = {}, search_runs(study)
+    for group in groups(study) if search else []:
+        cells = [cell for cell in search if cell.group == group]
+        if any(cell.config.id not in losses for cell in cells):
+            continue
+        table: dict[float, list[float | None]] = {}
+        for cell in cells:
+            table.setdefault(cell.lr, []).append(losses[cell.config.id])
+        sound = {lr: [v for v in values if v is not None] for lr, values in table.items() if None not in values}
+        if not sound:
+            raise ValueError(f"lr.grid: every learning rate of {group} diverged; lower the grid")
+        chosen[group] = choose_lr(sound, confidence=study.decide.confidence)
+    return chosen
+
+
+def comparison_runs(study: StudyConfig, chosen: Mapping[Group, float]) -> list[Cell]:
+    """The paired runs, seed by seed; with a search, of the groups that have a learning rate by now."""
+    return [
+        _cell(study, "compare", group, seed, chosen.get(group))
+        for seed in study.seeds for group in groups(study) if study.lr is None or group in chosen
+    ]  # fmt: skip
+
+
+def _cell(study: StudyConfig, stage: Stage, group: Group, seed: int, lr: float | None = None) -> Cell:
+    raw = merge(
+        {"method": {"arm": group.arm}}, study.base, study.corpora.get(group.corpus, {}),
+        study.sizes.get(group.size, {}), study.arms[group.arm],
+        {"init_seed": seed, "data_seed": seed}, {} if lr is None else {"train": {"lr": lr}},
+    )  # fmt: skip
+    config = parse_config(raw)
+    lr = config.train.lr
+    name = "-".join([*filter(None, group), f"lr{lr:g}", f"s{seed}"])
+    out = str(study.folder / f"{name}-{config.id}")
+    return Cell(stage, group, seed, lr, config.model_copy(update={"name": name, "out": out}))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the runs of one stage and group take, estimated without training."""
+
+    stage: str
+    arm: str
+    corpus: str
+    size: str
+    runs: int
+    parameters: int
+    trained: int
+    tokens: int  # of all these runs
+    flops: float  # of all these runs
+    memory: int  # bytes of one run: weights, gradients, two moments, and roughly the activations; no framework
+
+
+@dataclass(frozen=True)
+class Design:
+    """The plan before anything starts."""
+
+    name: str
+    question: str
+    costs: list[Cost]
+    pairs: int
+    smallest_p: float
+    detectable: float | None  # nats; None for one pair
+    notes: list[str]
+
+
+def describe(study: StudyConfig, sd: float = 0.01) -> Design:
+    """Cost and power of a study; `sd` is the assumed spread, in nats, of the paired differences over seeds."""
+    from .stats import minimum_detectable, smallest_p
+
+    rates = {group: study.lr.of(group.arm)[0] for group in groups(study)} if study.lr else {}  # any costs the same
+    costs: dict[tuple[str, Group], list[Cell]] = {}
+    for cell in [*search_runs(study), *comparison_runs(study, rates)]:
+        costs.setdefault((cell.stage, cell.group), []).append(cell)
+    n, rule, p = len(study.seeds), study.decide, smallest_p(len(study.seeds))
+    rivals = sum(group.arm != rule.baseline for group in groups(study))
+    detectable = minimum_detectable(n, sd, confidence=rule.confidence) if n > 1 else None
+    holm = f", {min(1, p * rivals):.3g} after Holm over {rivals}" if rule.correction == "holm" and rivals > 1 else ""
+    notes = [f"{n} paired seeds, {rivals} comparisons: smallest attainable sign-flip p {p:.3g}{holm}"]
+    if p >= 1 - rule.confidence:
+        notes.append(f"no sign-flip p below {1 - rule.confidence:.2g} is attainable; six seeds are the fewest for 0.05")
+    if detectable is None:
+        notes.append("one seed has no interval: no verdict is attainable")
+    elif rule.metric == "loss":
+        margin = f"the margin (ln {rule.margin:g} = {math.log(rule.margin):.4f})"
+        found = f"found with power 80 %: {detectable:.4f} nats away from 0 or from {margin}"
+        notes.append(f"{found}, assuming that paired differences have sd {sd:g} nats")
+    return Design(study.name, study.question, [_cost(cells) for cells in costs.values()], n, p, detectable, notes)
+
+
+def _cost(cells: list[Cell]) -> Cost:
+    import torch
+
+    from ..flops import count_flops
+    from ..method.surgery import dry_oelm
+    from ..models.build import build_gpt
+
+    config, group = cells[0].config, cells[0].group
+    with torch.device("meta"):
+        model = build_gpt(config.model, vocabulary(config.data.tokenizer), 0)
+    report, shape, train = dry_oelm(model, config.method.oelm(0)), model.config, config.train
+    step = train.batch_size * shape.context
+    steps = min(train.max_steps, max(1, train.max_tokens // step)) if train.max_tokens else train.max_steps
+    tokens = steps * step * len(cells)
+    kept = (8 * shape.d_model + 2 * shape.d_ff) * shape.n_layer * step // train.accumulate  # for the backward pass
+    memory = 4 * (report.total + 3 * report.trainable + kept)  # fp32; frozen weights have no gradient, no moments
+    flops = count_flops(model, shape.context).total * tokens
+    return Cost(cells[0].stage, *group, len(cells), report.total, report.trainable, tokens, flops, memory)
+
+
+def vocabulary(tokenizer: str) -> int:
+    """Its size without loading it; GPT-2's for one that only its file knows."""
+    size = tokenizer.removeprefix("bpe:")
+    return int(size) if size.isdecimal() else 257 if size == "bytes" else 50257

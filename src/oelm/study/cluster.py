@@ -1,0 +1,150 @@
+"""The same runs as Ray tasks on an existing cluster; the records come home."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..config import RunConfig
+from ..record import claimed
+from .plan import Cell, Execution
+from .watch import is_claimed, look, unsettled
+
+RETRIES = 3  # of a run whose node or worker dies; it starts anew elsewhere
+IN_FLIGHT = 256  # runs handed to Ray at a time: each holds its claim, which is an open file
+RECORD = ("metrics.jsonl", "timing_stats.json", "training.log", "run.json")
+
+Files = dict[str, bytes]  # path inside the run folder -> content
+
+
+def run_on_ray(
+    cells: Sequence[Cell], execution: Execution, address: str | None = None, *, keep_model: bool = False,
+    say: Callable[[str], None] = print, tick: Callable[[], object] = lambda: None,
+) -> dict[Path, str]:  # fmt: skip
+    """Runs the cells that are not over on the cluster at `address`. Returns folder -> problem.
+
+    Every node needs oelm, and the data: a data_dir that all nodes reach, or a corpus that each can prepare.
+    """
+    queue, problems = unsettled(cells)
+    if not queue:
+        return problems
+    ray = _connect(address)
+    # One call a process: each run starts afresh, as it does on one machine.
+    resources = {"num_cpus": execution.cpus_per_run, "num_gpus": execution.gpus_per_run}
+    task = ray.remote(**resources, max_retries=RETRIES, max_calls=1)(_run_and_pack)
+    threads = max(1, int(execution.cpus_per_run))
+    tokens = _tokens_so_far(cells)
+    waiting, elsewhere, flying = deque(queue), list[Cell](), dict[Any, tuple[Cell, ExitStack]]()
+    done = len(cells) - len(queue)
+    try:
+        while waiting or elsewhere or flying:
+            free = [cell for cell in elsewhere if not is_claimed(cell.folder)]
+            elsewhere = [cell for cell in elsewhere if cell not in free]
+            waiting.extend(free)
+            while waiting and len(flying) < IN_FLIGHT:
+                cell, claim = waiting.popleft(), ExitStack()
+                try:
+                    claim.enter_context(claimed(cell.folder))
+                except ValueError:
+                    elsewhere.append(cell)
+                    continue
+                if look(cell).status == "finished":  # by another launcher, meanwhile
+                    claim.close()
+                    continue
+                flying[task.remote(cell.config, threads, os.getcwd(), keep_model)] = cell, claim
+            ready = ray.wait(list(flying), num_returns=1, timeout=1.0)[0] if flying else []
+            for ref in ready:
+                cell, claim = flying.pop(ref)
+                done += 1
+                with claim:
+                    try:
+                        bring_home(cell, ray.get(ref), tokens)
+                        problem = look(cell).problem
+                    except (ValueError, ray.exceptions.RayError) as error:
+                        problem = f"{cell.folder}: {str(error).strip().splitlines()[-1]}"
+                if problem:
+                    problems[cell.folder] = problem
+                say(f"[{done}/{len(cells)}] {cell}: {problem or 'finished'}")
+            tick()
+            if not flying:
+                time.sleep(1.0)
+    finally:
+        for ref, (_, claim) in flying.items():
+            ray.cancel(ref, force=True)
+            claim.close()
+        ray.shutdown()
+    return problems
+
+
+def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
+    """Writes a run's files into its folder, run.json last: until then the run does not count as over.
+
+    `tokens` holds the checksums of each corpus's tokens; a node that prepared other tokens is refused.
+    """
+    record = json.loads(files["run.json"])
+    expected = tokens.setdefault(cell.config.data.model_dump_json(), record["data_sha256"])
+    if record["data_sha256"] != expected:
+        raise ValueError(
+            f"trained on other tokens of {cell.config.data.corpus} than the runs before; give all nodes one "
+            "base.system.data_dir, or the same files and versions"
+        )
+    record["config"] = cell.config.model_dump(mode="json")  # the node's scratch folder is gone
+    files = files | {"run.json": (json.dumps(record, indent=1) + "\n").encode()}
+    arriving = cell.folder / ".arriving"
+    for leftover in (".arriving", "last", "previous", "best"):  # of an earlier try that was never finished
+        shutil.rmtree(cell.folder / leftover, ignore_errors=True)
+    for name, content in files.items():
+        (arriving / name).parent.mkdir(parents=True, exist_ok=True)
+        with (arriving / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    for path in sorted(arriving.iterdir(), key=lambda path: path.name == "run.json"):
+        os.replace(path, cell.folder / path.name)
+    arriving.rmdir()
+
+
+def _run_and_pack(config: RunConfig, threads: int, home: str, keep_model: bool) -> Files:
+    """On a node: one run in a scratch folder. A run that failed comes back as such, with its traceback."""
+    from ..training.pretrain import pretrain
+
+    if os.path.isdir(home):  # so that relative paths mean on a shared disk what they mean at home
+        os.chdir(home)
+    with tempfile.TemporaryDirectory(prefix="oelm-") as scratch:
+        folder = Path(scratch) / "run"
+        system = config.system.model_copy(update={"threads": threads})
+        try:
+            pretrain(config.model_copy(update={"out": str(folder), "system": system}), quiet=True)
+        except Exception:
+            if not (folder / "run.json").exists():
+                raise
+        wanted = [folder / name for name in RECORD] + (list((folder / "best").glob("*")) if keep_model else [])
+        return {str(path.relative_to(folder)): path.read_bytes() for path in wanted if path.exists()}
+
+
+def _tokens_so_far(cells: Sequence[Cell]) -> dict[str, Any]:
+    finished = [(cell, seen.record) for cell in cells if (seen := look(cell)).record and seen.status == "finished"]
+    return {cell.config.data.model_dump_json(): record["data_sha256"] for cell, record in finished if record}
+
+
+def _connect(address: str | None) -> Any:
+    try:
+        ray = import_module("ray")  # optional
+    except ImportError:
+        raise ValueError("--on ray: Ray is not installed; pip install 'oelm[ray]'") from None
+    try:
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        where = f"at {address}" if address else "on this machine"
+        raise ValueError(f"--address: no Ray cluster {where} ({str(error).splitlines()[0]})") from None
+    return ray

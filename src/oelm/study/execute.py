@@ -1,0 +1,299 @@
+"""Runs a study: a fresh process for each run, on CPU slots or on GPUs as they fall free; or hands the runs to Ray."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..config import DataConfig, RunConfig, SystemConfig
+from .plan import Cell, Execution, StudyConfig, choose, comparison_runs, search_runs
+from .watch import begin, is_claimed, look, losses, unsettled
+
+BUSY = 75  # exit code of a child that found its run taken
+ATTEMPTS = 2  # of a run whose process is killed
+TICK = 1.0  # seconds between looks at the GPUs, at other launchers' runs and at the screen
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+Say = Callable[[str], None]
+Tick = Callable[[], object]
+
+
+def run_study(
+    study: StudyConfig, *, on: str = "local", address: str | None = None, say: Say = print, tick: Tick = lambda: None
+) -> dict[Path, str]:
+    """Runs what is unfinished: the search for learning rates, then the comparison. Returns folder -> problem."""
+    if on not in ("local", "ray"):
+        raise ValueError(f"--on: unknown {on!r}; choose local or ray")
+    begin(study)
+
+    def run(cells: Sequence[Cell]) -> dict[Path, str]:
+        if on == "ray":
+            from .cluster import run_on_ray
+
+            return run_on_ray(cells, study.execution, address, say=say, tick=tick)
+        return run_local(cells, study.execution, say=say, tick=tick)
+
+    search = search_runs(study)
+    problems = run(search)
+    rates = {}
+    for group, choice in choose(study, losses({cell.config.id: look(cell) for cell in search})).items():
+        rates[group] = choice.best
+        edge = f", the {choice.edge} of its grid" if choice.edge in ("lowest", "highest") else ""
+        say(f"{group}: learning rate {choice.best:g}{edge}")
+    return problems | run(comparison_runs(study, rates))
+
+
+def run_local(
+    cells: Sequence[Cell], execution: Execution, *, say: Say = print, tick: Tick = lambda: None,
+    gpus: Callable[[], dict[str, float]] | None = None,
+) -> dict[Path, str]:  # fmt: skip
+    """Runs the cells that are not over and waits for those that other launchers run. Returns folder -> problem."""
+    launcher = _Launcher(cells, execution, say, tick, gpus or gpu_memory)
+    if launcher.queue:
+        with _handling(signal.SIGTERM, _leave), _handling(signal.SIGHUP, _leave):
+            launcher.run()
+    return launcher.problems
+
+
+@dataclass
+class _Child:
+    cell: Cell
+    process: BaseProcess
+    gpu: str | None
+    started: float = field(default_factory=time.monotonic)
+
+
+class _Launcher:
+    def __init__(
+        self, cells: Sequence[Cell], execution: Execution, say: Say, tick: Tick, gpus: Callable[[], dict[str, float]]
+    ) -> None:
+        queue, self.problems = unsettled(cells)
+        self.queue, self.total, self.began = deque(queue), len(cells), time.time()
+        self.execution, self.say, self.tick, self.gpus = execution, say, tick, gpus
+        self.children: list[_Child] = []
+        self.elsewhere: list[Cell] = []  # held by another launcher
+        self.attempts: Counter[Path] = Counter()
+        self.done = self.total - len(queue)
+
+    def run(self) -> None:
+        gpus, threads = len(self.gpus()), self.queue[0].config.system.threads
+        self.on_gpu = gpus > 0
+        self.slots, self.threads = share_cores(self.execution, threads, gpus)
+        # CUDA does not survive a fork; without a GPU a fork spares each run the seconds of importing torch.
+        self.context: Any = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
+        before = dict(os.environ)
+        os.environ.update(dict.fromkeys(THREADS, str(self.threads)))  # for the children
+        try:
+            if not self.on_gpu:
+                _start_forkserver()
+            self._prepare()
+            self._loop()
+        finally:
+            self._stop()
+            os.environ.clear()
+            os.environ.update(before)
+
+    def _prepare(self) -> None:
+        """Each corpus once, before the runs could all try."""
+        wanted = {cell.config.data.model_dump_json(): cell.config for cell in self.queue}
+        for config in wanted.values():
+            with ProcessPoolExecutor(1, mp_context=self.context) as pool:
+                pool.submit(_prepare, config.data, config.system).result()
+
+    def _loop(self) -> None:
+        looked = 0.0
+        while self.queue or self.children or self.elsewhere:
+            self._start()
+            ready = wait([child.process.sentinel for child in self.children], timeout=TICK)
+            for child in [c for c in self.children if c.process.sentinel in ready]:
+                self.children.remove(child)
+                child.process.join()
+                self._ended(child)
+            if time.monotonic() - looked >= TICK:
+                looked = time.monotonic()
+                self._look_elsewhere()
+                self.tick()
+
+    def _start(self) -> None:
+        """Starts runs while there is room."""
+        while self.queue and len(self.children) < self.slots:
+            gpu = None
+            if self.on_gpu:
+                gpu = pick_gpu(self.gpus(), Counter(c.gpu for c in self.children if c.gpu), self.execution)
+                if gpu is None:
+                    return
+            cell = self.queue.popleft()
+            seen = look(cell)
+            if is_claimed(cell.folder):
+                self.elsewhere.append(cell)
+            elif seen.status in ("finished", "damaged") or self._just_failed(seen.record):
+                self._over(cell)
+            else:
+                system = cell.config.system.model_copy(update={"threads": self.threads})
+                config = cell.config.model_copy(update={"system": system})
+                process = self.context.Process(target=_child, args=(config, gpu), name=cell.folder.name)
+                process.start()
+                self.children.append(_Child(cell, process, gpu))
+
+    def _just_failed(self, record: Mapping[str, Any] | None) -> bool:
+        """Failed since we began, so in another launcher's hands: once is enough."""
+        return record is not None and record["status"] == "failed" and record["updated"] > self.began
+
+    def _look_elsewhere(self) -> None:
+        for cell in [c for c in self.elsewhere if not is_claimed(c.folder)]:
+            self.elsewhere.remove(cell)
+            self.queue.append(cell)  # and see there how it ended
+
+    def _ended(self, child: _Child) -> None:
+        cell, code, status = child.cell, child.process.exitcode, look(child.cell).status
+        if code == BUSY:
+            self.elsewhere.append(cell)
+        elif status in ("finished", "failed", "damaged"):
+            self._over(cell, time.monotonic() - child.started)
+        elif code is not None and code < 0:
+            self.attempts[cell.folder] += 1
+            what = f"killed by {signal.Signals(-code).name}"
+            if self.attempts[cell.folder] < ATTEMPTS:
+                self.say(f"{cell}: {what}, trying once more")
+                self.queue.append(cell)
+            else:
+                self._problem(cell, f"{what} {ATTEMPTS} times; out of memory?")
+        elif status == "stopped":
+            self._problem(cell, "stopped from outside; run the study again to go on")
+        else:
+            self._problem(cell, _last_line(cell.folder / "console.log"))
+
+    def _over(self, cell: Cell, seconds: float | None = None) -> None:
+        seen = look(cell)
+        self.done += 1
+        if seen.record is None or seen.problem:
+            self._problem(cell, seen.problem.removeprefix(f"{cell.folder}: "))
+            return
+        spent = f" in {seconds:.0f} s" if seconds is not None else ""
+        self.say(f"[{self.done}/{self.total}] {cell}: loss {seen.record['totals']['best']['loss']:.4f}{spent}")
+
+    def _problem(self, cell: Cell, text: str) -> None:
+        self.problems[cell.folder] = f"{cell.folder}: {text}"
+        self.say(f"{cell}: {text}")
+
+    def _stop(self) -> None:
+        """After an interruption: children write their checkpoints; asked again, they just end."""
+        if not self.children:
+            return
+        self.say(f"stopping: {len(self.children)} runs write their checkpoints; the same command goes on from there")
+        try:
+            for child in self.children:
+                child.process.terminate()
+            for child in self.children:
+                child.process.join()
+        except BaseException:
+            for child in self.children:
+                child.process.kill()
+            raise
+
+
+def share_cores(execution: Execution, threads: int | None, gpus: int = 0) -> tuple[int, int]:
+    """(runs at once, threads of each): together they fill the cores and no more."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    slots = execution.slots or gpus * execution.runs_per_gpu or max(1, cores // (threads or 1))
+    return slots, max(1, cores // slots)
+
+
+def pick_gpu(free: Mapping[str, float], ours: Mapping[str, int], execution: Execution) -> str | None:
+    """A GPU with room: one of ours below runs_per_gpu, or one that others leave free; the emptiest first."""
+    room = [
+        gpu for gpu, share in free.items()
+        if (ours.get(gpu, 0) < execution.runs_per_gpu if ours.get(gpu) else share >= execution.gpu_free_memory)
+    ]  # fmt: skip
+    return min(room, key=lambda gpu: (ours.get(gpu, 0), -free[gpu]), default=None)
+
+
+def gpu_memory() -> dict[str, float]:
+    """Free share of each visible GPU's memory by UUID, whose order CUDA and the driver never dispute."""
+    try:
+        pynvml = import_module("pynvml")  # optional
+    except ImportError:
+        if Path("/dev/nvidia0").exists():
+            raise ValueError("this machine has a GPU; to see when it is free: pip install nvidia-ml-py") from None
+        return {}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [str(i) for i in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
+        get = {True: lambda n: pynvml.nvmlDeviceGetHandleByIndex(int(n)), False: pynvml.nvmlDeviceGetHandleByUUID}
+        handles = [get[name.strip().isdecimal()](name.strip()) for name in names if name.strip()]
+        memory = {pynvml.nvmlDeviceGetUUID(h): pynvml.nvmlDeviceGetMemoryInfo(h) for h in handles}
+        return {uuid: info.free / info.total for uuid, info in memory.items()}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _child(config: RunConfig, gpu: str | None) -> None:
+    """One run in its own process, away from the terminal: what it prints goes to console.log."""
+    os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which asks each run once, by SIGTERM
+    config.folder.mkdir(parents=True, exist_ok=True)
+    console = os.open(config.folder / "console.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(console, 1)
+    os.dup2(console, 2)
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    from ..training.pretrain import pretrain
+
+    try:
+        pretrain(config)
+    except ValueError:
+        if is_claimed(config.folder):
+            sys.exit(BUSY)
+        raise
+
+
+def _prepare(data: DataConfig, system: SystemConfig) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to tidy up: what is half prepared is thrown away
+    from ..training.pretrain import prepare_data
+
+    prepare_data(data, system, progress=True)
+
+
+def _start_forkserver() -> None:
+    """A server that has imported the training and forks a child for each run. Ctrl-C is none of its business."""
+    multiprocessing.set_forkserver_preload(["oelm.training.pretrain", "oelm.study.execute"])
+    with _handling(signal.SIGINT, signal.SIG_IGN):  # inherited
+        multiprocessing.forkserver.ensure_running()
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _handling(number: int, action: Any) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, action)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1] if lines else "ended without a word"

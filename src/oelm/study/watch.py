@@ -1,0 +1,232 @@
+"""The study folder as it stands: study.json, the run records, and the table of them. Reads folders only."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from ..config import validation_line
+from ..record import claimed, differences, read_metrics, read_run, write_atomically
+from .plan import Cell, Design, Group, StudyConfig, choose, comparison_runs, groups, search_runs
+
+COLUMNS = {
+    "run": "{}", "stage": "{}", "arm": "{}", "corpus": "{}", "size": "{}", "seed": "{}", "lr": "{:g}", "step": "{:,}",
+    "percent": "{:.0f}", "loss": "{:.4f}", "ppl": "{:.2f}", "tokens_per_second": "{:,.0f}", "remaining": "{}",
+    "status": "{}",
+}  # fmt: skip
+STATUSES = {"running": "cyan", "failed": "red", "damaged": "red", "interrupted": "yellow", "stopped": "yellow",
+            "waiting": "", "finished": "green"}  # fmt: skip
+OVER = ("finished", "failed", "damaged")
+
+
+def begin(study: StudyConfig) -> Path:
+    """Writes study.json once. A file that changed since is refused: the design was decided before the runs."""
+    path = study.folder / "study.json"
+    if path.exists():
+        if changed := differences(_design(read_study(study.folder)), _design(study)):
+            raise ValueError(
+                f"{path}: the study began with another design ({'; '.join(changed)}); restore the file, "
+                f"or start a study of its own with name={study.name}-2"
+            )
+    else:
+        study.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, study.model_dump_json(indent=1, exclude={"cpu"}) + "\n")
+    return study.folder
+
+
+def read_study(folder: Path) -> StudyConfig:
+    """The study that a folder began with; its runs are looked for in this folder, wherever it was moved."""
+    path = folder / "study.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder}: no study.json there, so not a study folder")
+    try:
+        found = StudyConfig.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(validation_line(error, StudyConfig, str(path))) from None
+    system = {**(found.base.get("system") or {}), "runs_dir": str(folder.parent)}
+    return found.model_copy(update={"base": {**found.base, "system": system}, "name": folder.name})
+
+
+def _design(study: StudyConfig) -> dict[str, Any]:
+    """What decides the numbers and the verdict: not where or how fast it runs."""
+    design = study.model_dump(mode="json", exclude={"execution", "cpu"})
+    design["base"].pop("system", None)
+    return design
+
+
+class Seen(NamedTuple):
+    """How a run stands: waiting, running, interrupted, stopped, finished, failed or damaged."""
+
+    status: str
+    record: dict[str, Any] | None = None
+    problem: str = ""
+
+
+def look(cell: Cell) -> Seen:
+    if not (cell.folder / "run.json").exists():
+        return Seen("running" if is_claimed(cell.folder) else "waiting")
+    try:
+        record = read_run(cell.folder)
+        if record["id"] != cell.config.id or (record["status"] == "finished" and not record["totals"]["best"]):
+            raise ValueError(f"{cell.folder}/run.json: damaged record (not of run {cell.config.id}, or without result)")
+    except KeyError as error:
+        return Seen("damaged", problem=f"{cell.folder}/run.json: damaged record (no {error})")
+    except (ValueError, OSError) as error:
+        return Seen("damaged", problem=str(error))
+    status = record["status"]
+    if status == "running" and not is_claimed(cell.folder):
+        status = "interrupted"
+    last_line = (record["error"] or "").strip().rpartition("\n")[2]
+    return Seen(status, record, f"{cell.folder}: {last_line}" if status == "failed" else "")
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process works on this run now."""
+    if not folder.exists():
+        return False
+    try:
+        with claimed(folder):
+            return False
+    except ValueError:
+        return True
+
+
+def diverged(seen: Seen) -> bool:
+    """A training that broke down is a result and is not repeated; a crash, known by its traceback, is an accident."""
+    return seen.record is not None and seen.status == "failed" and not str(seen.record["error"]).startswith("Traceback")
+
+
+def unsettled(cells: Sequence[Cell]) -> tuple[list[Cell], dict[Path, str]]:
+    """The cells to run, and the problems of those that running again cannot mend."""
+    queue, problems = [], {}
+    for cell in cells:
+        seen = look(cell)
+        if seen.status == "damaged" or diverged(seen):
+            problems[cell.folder] = seen.problem
+        elif seen.status != "finished":
+            queue.append(cell)
+    return queue, problems
+
+
+def losses(seen: dict[str, Seen]) -> dict[str, float | None]:
+    """Best validation loss by run id; None for a run that diverged, nothing for one without a result."""
+    results: dict[str, float | None] = {key: None for key, s in seen.items() if diverged(s)}
+    for key, s in seen.items():
+        if s.record is not None and s.status == "finished":
+            results[key] = s.record["totals"]["best"]["loss"]
+    return results
+
+
+def planned(study: StudyConfig) -> tuple[list[Cell], list[Group], dict[str, Seen]]:
+    """All runs known by now, the groups that still wait for their learning rate, and how the runs stand."""
+    search = search_runs(study)
+    seen = {cell.config.id: look(cell) for cell in search}
+    rates = {group: choice.best for group, choice in choose(study, losses(seen)).items()} if search else {}
+    compare = comparison_runs(study, rates)
+    seen |= {cell.config.id: look(cell) for cell in compare}
+    return search + compare, [group for group in groups(study) if search and group not in rates], seen
+
+
+def rows(folder: Path, study: StudyConfig | None = None) -> list[dict[str, Any]]:
+    """One row a run, with the keys of COLUMNS; None where there is nothing to say yet."""
+    study = study or read_study(folder)
+    cells, waiting, seen = planned(study)
+    table = [_row(cell, seen[cell.config.id]) for cell in cells]
+    empty = dict.fromkeys(COLUMNS) | {"stage": "compare", "status": "waiting"}
+    return table + [{**empty, **group._asdict(), "seed": seed} for seed in study.seeds for group in waiting]
+
+
+def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
+    row = dict.fromkeys(COLUMNS) | cell.group._asdict()
+    row |= {"run": cell.config.id, "stage": cell.stage, "seed": cell.seed, "lr": cell.lr, "status": seen.status}
+    path = cell.folder / "metrics.jsonl"
+    if not path.exists() or seen.record is None:
+        return row
+    try:
+        train, best = _progress(cell.folder, path.stat().st_mtime_ns, path.stat().st_size)
+    except ValueError:
+        return row | {"status": "damaged"}
+    if train:
+        seconds = sum(train["seconds"]) / len(train["seconds"])
+        steps = cell.config.train.max_steps
+        if cell.config.train.max_tokens is not None:
+            steps = min(steps, max(1, cell.config.train.max_tokens // train["tokens"]))
+        row |= {
+            "step": train["step"], "percent": 100.0 if seen.status == "finished" else 100 * train["step"] / steps,
+            "loss": train["loss"][-1], "ppl": best, "tokens_per_second": train["tokens"] / seconds if seconds else None,
+            "remaining": round((steps - train["step"]) * seconds) if seen.status == "running" else None,
+        }  # fmt: skip
+    return row
+
+
+@lru_cache(maxsize=4096)
+def _progress(folder: Path, changed: int, size: int) -> tuple[dict[str, Any] | None, float | None]:
+    """The newest training line and the best perplexity; read again only when the file has changed."""
+    metrics = read_metrics(folder)
+    train = next((line for line in reversed(metrics) if line["kind"] == "train"), None)
+    return train, min((line["ppl"] for line in metrics if line["kind"] == "eval" and "ppl" in line), default=None)
+
+
+def status_table(table: Sequence[dict[str, Any]], room: int | None = None) -> Table:
+    """The rows for people, without empty columns; with little room, what is running goes first."""
+    shown = [name for name in COLUMNS if any(row[name] not in (None, "") for row in table)]
+    counts = Counter(row["status"] for row in table)
+    caption = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    result = Table(caption=caption, caption_justify="left")
+    for name in shown:
+        text = name in ("run", "stage", "arm", "corpus", "size", "status")
+        result.add_column(name.replace("_per_second", "/s"), justify="left" if text else "right", no_wrap=True)
+    if room is not None and len(table) > room:
+        table = sorted(table, key=lambda row: list(STATUSES).index(row["status"]))[:room]
+    for row in table:
+        cells = ["" if row[name] in (None, "") else COLUMNS[name].format(row[name]) for name in shown]
+        result.add_row(*cells, style=STATUSES[row["status"]])
+    return result
+
+
+def design_table(design: Design) -> Table:
+    """The plan for people: a line for each stage and group, what it costs, and the notes below."""
+    total = sum(cost.flops for cost in design.costs)
+    runs = sum(cost.runs for cost in design.costs)
+    lines = [f"{runs} runs, {total:.3g} FLOPs in all", "memory: weights, gradients, two moments, roughly activations"]
+    result = Table(title=f"{design.name}: {design.question}", caption="\n".join([*lines, *design.notes]))
+    result.caption_justify = result.title_justify = "left"
+    for name in ("stage", "arm", "corpus", "size"):
+        result.add_column(name)
+    for name in ("runs", "parameters", "trained", "tokens", "FLOPs", "memory"):
+        result.add_column(name, justify="right", no_wrap=True)
+    for c in design.costs:
+        counts = [f"{c.runs}", f"{c.parameters:,}", f"{c.trained:,}", f"{c.tokens:,}", f"{c.flops:.3g}"]
+        result.add_row(c.stage, c.arm, c.corpus, c.size, *counts, f"{c.memory / 2**20:,.0f} MiB")
+    return result
+
+
+@contextmanager
+def live(folder: Path, study: StudyConfig | None = None) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """A table on screen; calling what this gives looks at the folders again and returns the rows."""
+    console = Console(stderr=True)
+
+    def refresh() -> list[dict[str, Any]]:
+        table = rows(folder, study)
+        screen.update(status_table(table, room=max(4, console.height - 6)), refresh=True)
+        return table
+
+    with Live(console=console, auto_refresh=False) as screen:
+        yield refresh
+
+
+def watch(folder: Path, every: float = 2.0) -> None:
+    """Follows a study until all its runs are over."""
+    with live(folder) as refresh:
+        while any(row["status"] not in OVER for row in refresh()):
+            time.sleep(every)

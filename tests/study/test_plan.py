@@ -1,0 +1,162 @@
+"""A study file becomes the runs it promises, costs what it says, and is refused when it cannot be fair."""
+
+import pytest
+import yaml
+
+from oelm.study.plan import Group, choose, comparison_runs, describe, load_study, merge, search_runs
+
+STUDY = {
+    "question": "does it plan?",
+    "base": {
+        "model": {"name": "tiny", "n_layer": 2, "d_model": 64, "context": 64},
+        "data": {"tokenizer": "bpe:300"},
+        "train": {"max_steps": 100, "warmup_steps": 5},
+    },
+    "arms": {"baseline": {}, "oelm": {}, "gain-2": {"method": {"arm": "oelm", "gain": 2.0}}},
+    "seeds": [0, 1, 2],
+    "lr": {"grid": [0.001, 0.002], "seeds": [1000]},
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def with_changes(*words, scale=None, **changes):
+        path = tmp_path / "trial.yaml"
+        path.write_text(yaml.safe_dump(STUDY | changes, sort_keys=False))
+        return load_study(path, [f"base.system.runs_dir={tmp_path}", *words], scale)
+
+    return with_changes
+
+
+def test_the_search_offers_every_arm_its_grid_and_uses_seeds_of_its_own(load):
+    cells = search_runs(load())
+    assert [(c.group.arm, c.lr, c.seed) for c in cells] == [
+        (arm, lr, 1000) for arm in ("baseline", "oelm", "gain-2") for lr in (0.001, 0.002)
+    ]
+    own = {"baseline": [0.001], "oelm": [0.003], "gain-2": [0.01]}
+    assert [c.lr for c in search_runs(load("lr.seeds=[7]", lr={"grid": own}))] == [0.001, 0.003, 0.01]
+
+
+def test_the_comparison_is_paired_and_takes_each_arms_chosen_rate(load, tmp_path):
+    study = load()
+    chosen = {Group("baseline", "", ""): 0.001, Group("oelm", "", ""): 0.002, Group("gain-2", "", ""): 0.002}
+    cells = comparison_runs(study, chosen)
+    assert [(c.seed, c.group.arm) for c in cells[:4]] == [(0, "baseline"), (0, "oelm"), (0, "gain-2"), (1, "baseline")]
+    assert len(cells) == 9
+    for cell in cells:
+        assert (cell.config.init_seed, cell.config.data_seed) == (cell.seed, cell.seed)
+        assert cell.config.train.lr == cell.lr == chosen[cell.group]
+        assert cell.folder.parent == tmp_path / "trial"
+        assert cell.folder.name.endswith(cell.config.id)
+    # Arms differ in the method and the rate alone: the same batches at the same seed.
+    data = {str(c.config.data) + str(c.config.model) + str(c.config.train.batch_size) for c in cells if c.seed == 0}
+    assert len(data) == 1
+    assert {c.group.arm: (c.config.method.arm, c.config.method.gain) for c in cells} == {
+        "baseline": ("baseline", None), "oelm": ("oelm", None), "gain-2": ("oelm", 2.0),
+    }  # fmt: skip
+    assert len({c.folder for c in cells}) == 9
+
+
+def test_without_a_search_the_arms_bring_their_own_rates(load):
+    study = load(lr=None, arms={"baseline": {"train": {"lr": 3e-4}}, "oelm": {"train": {"lr": 1e-3}}})
+    assert search_runs(study) == []
+    assert {(c.group.arm, c.lr) for c in comparison_runs(study, {})} == {("baseline", 3e-4), ("oelm", 1e-3)}
+
+
+def test_corpora_and_sizes_are_axes_with_overrides(load):
+    axes = {"corpora": {"a": {"data": "a.txt"}, "b": {"data": "b.txt", "train": {"max_steps": 50}}},
+            "sizes": {"wide": {"model": {"d_model": 128}}, "deep": {"model": {"n_layer": 6}}}}  # fmt: skip
+    cells = search_runs(load(**axes))
+    assert len(cells) == 3 * 2 * 2 * 2
+    one = next(c.config for c in cells if c.group == Group("oelm", "b", "deep"))
+    assert (one.data.corpus, one.data.tokenizer, one.train.max_steps) == ("b.txt", "bpe:300", 50)
+    assert (one.model.name, one.model.n_layer, one.model.d_model) == ("tiny", 6, 64)
+
+
+def test_the_best_rate_is_chosen_without_the_diverged_and_not_before_the_search_is_over(load):
+    study = load()
+    cells = {(c.group.arm, c.lr): c.config.id for c in search_runs(study)}
+    losses = {cells["baseline", 0.001]: 2.0, cells["baseline", 0.002]: 1.5, cells["oelm", 0.001]: 2.0}
+    losses |= {cells["oelm", 0.002]: None, cells["gain-2", 0.001]: 1.0}
+    chosen = {group.arm: choice.best for group, choice in choose(study, losses).items()}
+    assert chosen == {"baseline": 0.002, "oelm": 0.001}
+    with pytest.raises(ValueError, match="every learning rate of gain-2 diverged"):
+        choose(study, losses | {cells["gain-2", 0.001]: None, cells["gain-2", 0.002]: None})
+
+
+def test_ids_do_not_depend_on_where_the_runs_live(load):
+    here, there = search_runs(load()), search_runs(load("base.system.runs_dir=elsewhere", "name=other"))
+    assert [c.config.id for c in here] == [c.config.id for c in there]
+    assert here[0].folder != there[0].folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": {"baseline": {}, "oelmm": {}}}, "oelmm: method: unknown 'oelmm'; did you mean 'oelm'?"),
+        ({"seedz": [1]}, "trial.yaml: seedz: unknown key; did you mean 'seeds'?"),
+        ({"base": {"train": {"max_step": 5}}}, "train.max_step: unknown key; did you mean 'train.max_steps'?"),
+        ({"lr": {"grid": {"baseline": [1e-3], "oelm": [1e-3, 2e-3], "gain-2": [1e-3]}}}, "grid of the same size, got"),
+        ({"lr": {"grid": {"baseline": [1e-3], "oelm": [1e-3]}}}, "must name every arm and no other; 'gain-2'"),
+        ({"lr": {"grid": [1e-3], "seeds": [0]}}, "lr.seeds: 0 is a seed of the comparison too"),
+        ({"seeds": [1, 1]}, "a seed stands there twice"),
+        ({"decide": {"baseline": "nobody"}}, "decide.baseline: 'nobody' is not one of the arms"),
+        ({"published": {"oelm/nowhere": "GPT-02"}}, "'oelm/nowhere' is neither an arm nor an arm/corpus"),
+        ({"corpora": {"../up": {}}}, "'../up' names a folder"),
+    ],
+)
+def test_an_unfair_or_misspelt_study_is_one_clear_line(load, changes, message):
+    with pytest.raises(ValueError, match="trial.yaml") as caught:
+        load(**changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_scale_cpu_takes_the_files_own_overrides_under_another_name(load):
+    block = {"cpu": {"base": {"train": {"max_steps": 7}}, "lr": {"grid": [0.01]}}, "published": {"oelm": "GPT-02"}}
+    full, small = load(**block), load(scale="cpu", **block)
+    assert (full.name, small.name) == ("trial", "trial-cpu")
+    assert [c.config.train.max_steps for c in search_runs(full)] == [100] * 6
+    assert [(c.config.train.max_steps, c.lr) for c in search_runs(small)] == [(7, 0.01)] * 3
+    assert search_runs(small)[0].config.train.warmup_steps == 5  # what the block does not name stays
+    assert full.published_id("oelm") == "GPT-02"
+    assert small.published_id("oelm") is None  # a small model reproduces no published row
+    with pytest.raises(ValueError, match="no cpu: block"):
+        load(scale="cpu")
+
+
+def test_sections_merge_and_shorthands_keep_the_other_fields():
+    merged = merge({"data": {"corpus": "a", "tokenizer": "bytes"}, "seeds": [1, 2]}, {"data": "b", "seeds": [3]})
+    assert merged == {"data": {"corpus": "b", "tokenizer": "bytes"}, "seeds": [3]}
+
+
+def test_the_plan_counts_runs_arithmetic_and_memory(load):
+    design = describe(load())
+    costs = {(c.stage, c.arm): c for c in design.costs}
+    assert {key: c.runs for key, c in costs.items()} == {
+        (stage, arm): n for stage, n in (("search", 2), ("compare", 3)) for arm in STUDY["arms"]
+    }
+    baseline, oelm = costs["compare", "baseline"], costs["compare", "oelm"]
+    assert baseline.tokens == 3 * 100 * 16 * 64  # runs x steps x batch x context
+    assert baseline.parameters == baseline.trained == oelm.parameters
+    frozen = oelm.parameters - oelm.trained
+    assert frozen == 2 * 2 * 64 * 64  # layers x (q, k) x d_model^2
+    assert baseline.flops - oelm.flops == 2 * frozen * oelm.tokens  # the weight gradients that freezing spares
+    assert baseline.memory - oelm.memory == 12 * frozen  # a gradient and two moments, 4 bytes each
+
+
+def test_the_plan_says_what_the_seeds_can_show(load):
+    few, six = describe(load(seeds=[0, 1])), describe(load(seeds=list(range(6))))
+    assert (few.smallest_p, six.smallest_p) == (0.5, 0.03125)
+    assert any("no sign-flip p below 0.05 is attainable" in note for note in few.notes)
+    assert not any("no sign-flip p" in note for note in six.notes)
+    assert few.detectable > six.detectable > 0
+    assert describe(load(seeds=list(range(6))), sd=0.02).detectable == pytest.approx(2 * six.detectable)
+    alone = describe(load(seeds=[0]))
+    assert alone.detectable is None
+    assert any("no verdict is attainable" in note for note in alone.notes)
+
+
+def test_a_model_that_cannot_be_built_is_said_before_anything_starts(load):
+    with pytest.raises(ValueError, match="3 heads do not divide"):
+        describe(load("base.model={name: tiny, n_head: 3}"))

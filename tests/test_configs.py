@@ -1,0 +1,74 @@
+"""Every config that ships parses and plans, and the published rows are what they claim to be."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from oelm.config import load_config, read_yaml
+from oelm.method.arms import ALIASES
+from oelm.study.plan import comparison_runs, describe, groups, load_study, search_runs
+from oelm.study.published import PUBLISHED
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+STUDIES = [path for path in CONFIGS if "arms" in read_yaml(path)]
+RUNS = [path for path in CONFIGS if path not in STUDIES]
+SCALED = [(path, scale) for path in STUDIES for scale in (None, "cpu") if scale is None or "cpu" in read_yaml(path)]
+
+
+def name(value):
+    return value.stem if isinstance(value, Path) else None
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name)
+def test_a_run_config_parses_and_names_a_known_arm(path):
+    config = load_config(path)
+    assert config.name == path.stem
+    config.method.oelm(config.init_seed)
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALED, ids=name)
+def test_a_study_plans(path, scale, tmp_path):
+    study = load_study(path, [f"base.system.runs_dir={tmp_path}"], scale)
+    design = describe(study)
+    rates = {group: study.lr.of(group.arm)[0] for group in groups(study)} if study.lr else {}
+    cells = [*search_runs(study), *comparison_runs(study, rates)]
+    assert sum(cost.runs for cost in design.costs) == len(cells) == len({cell.folder for cell in cells})
+    assert all(cost.flops > 0 and cost.memory > 0 for cost in design.costs)
+    assert design.smallest_p < 0.05
+    if scale:
+        assert max(cost.parameters for cost in design.costs) < 1e6
+    assert set(study.published.values()) <= set(PUBLISHED)
+
+
+def test_the_whole_published_gpt_matrix_is_there():
+    published = {row.id for row in PUBLISHED.values() if row.metric == "ppl"}
+    assert {path.stem.upper() for path in RUNS if path.stem.startswith("gpt-")} == published
+    studies = [load_study(path) for path in STUDIES if path.stem.startswith("phase")]
+    assert {row for study in studies for row in study.published.values()} == published
+
+
+@pytest.mark.parametrize("row", [row for row in PUBLISHED.values() if row.metric == "ppl"], ids=lambda row: row.id)
+def test_a_published_rows_config_is_that_row(row):
+    config = load_config(next(path for path in RUNS if path.stem == row.id.lower()))
+    assert (config.data.corpus, config.train.lr, config.train.max_steps) == (row.dataset, row.lr, row.steps)
+    assert config.method.arm == ALIASES.get(row.arm, row.arm)
+    assert (config.model.name, config.train.batch_size, config.data.tokenizer) == ("medium-512", 8, "gpt2")
+    assert math.exp(row.best_loss) == pytest.approx(row.value, rel=2e-3)  # the record's two numbers are one
+
+
+def test_a_published_study_row_stands_for_its_arm_and_corpus():
+    for path in STUDIES:
+        study = load_study(path)
+        for group in groups(study):
+            if (found := study.published_id(group.arm, group.corpus)) is not None:
+                row = PUBLISHED[found]
+                assert ALIASES.get(row.arm, row.arm) == group.arm
+                assert group.corpus in ("", row.dataset)
+
+
+def test_the_quickstart_can_reach_a_verdict():
+    study = load_study(next(path for path in STUDIES if path.stem == "quickstart"))
+    assert len(study.seeds) == 6
+    assert list(study.arms) == ["baseline", "oelm", "oelm-random", "oelm-q"]
+    assert study.decide.margin == 1.05
