@@ -31,6 +31,12 @@ def test_the_id_follows_the_science_and_nothing_else():
     assert len(ids | {base.id}) == 5
 
 
+def test_the_same_run_has_one_id_however_it_is_spelt():
+    assert load_config(None, ["method=oelm_v2"]).id == load_config(None, ["method=oelm"]).id
+    assert load_config(None, ["data=./texts/a.txt"]).id == load_config(None, ["data=texts/a.txt"]).id
+    assert load_config(None, ["data=*.jsonl"]).data.corpus == "*.jsonl"
+
+
 def test_the_method_section_becomes_an_oelm_config():
     method = load_config(None, ["method=oelm", "method.init={q: identity, k: keep}", "method.freeze=q"]).method
     config = method.oelm(init_seed=7)
@@ -50,7 +56,7 @@ def test_the_method_section_becomes_an_oelm_config():
         ("train.warmup_steps=2000", "train.warmup_steps: 2000 must be less than max_steps=1000"),
         ("train.clip.norm=1", "train.clip.norm"),
         ("justaword", "justaword: not of the form key=value"),
-        ("train.lr=[", r"train.lr=\[: the value is not readable as YAML"),
+        ("train.lr=[", "train.lr: input should be a valid number"),
     ],
 )
 def test_errors_name_the_key_in_the_users_spelling(word, message):

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .method.names import ALIASES
 
 if TYPE_CHECKING:
     from .method.arms import OelmConfig
+
+
+Corpus = Annotated[str, AfterValidator(lambda name: os.path.normpath(name) if "/" in name else name)]
 
 
 class Section(BaseModel):
@@ -45,7 +51,7 @@ class ModelConfig(Section):
 class MethodConfig(Section):
     """Which arm, and single fields of OelmConfig replaced (see oelm.method.arms for their meaning)."""
 
-    arm: str = "oelm"
+    arm: Annotated[str, AfterValidator(lambda name: ALIASES.get(name, name))] = "oelm"  # the study's spelling too
     init: str | dict[str, str] | None = None
     gain: float | dict[str, float] | None = None
     offset: float | dict[str, float] | None = None
@@ -70,7 +76,7 @@ class MethodConfig(Section):
 class DataConfig(Section):
     """Which text, cut how."""
 
-    corpus: str = "stdlib"  # a name from `oelm ls`, or files: a path, a folder or a glob
+    corpus: Corpus = "stdlib"  # a name from `oelm ls`, or files: a path, a folder or a glob
     revision: str | None = None  # of a hub corpus; default: the pinned one
     tokenizer: str = "bpe:4096"  # gpt2, bpe:<size> (trained on the corpus), bytes, or a path
     val_fraction: float = Field(0.01, gt=0, lt=1)  # of the documents, where the corpus has no validation split
@@ -127,8 +133,8 @@ class RunConfig(Section):
     method: MethodConfig = MethodConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
-    init_seed: int = Field(0, ge=0)
-    data_seed: int = Field(0, ge=0)
+    init_seed: int = Field(0, ge=0, lt=2**31)
+    data_seed: int = Field(0, ge=0, lt=2**31)
     out: str | None = None  # the run folder; default: runs_dir/<name>-<id>
     system: SystemConfig = SystemConfig()
 
@@ -185,7 +191,7 @@ def set_word(raw: dict[str, Any], word: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ValueError(f"{word}: the value is not readable as YAML") from None
+        value = text  # a glob such as *.jsonl; where a number is wanted, the field says so
     *sections, last = key.split(".")
     place = raw
     for section in sections:

@@ -24,6 +24,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 SCHEMA = 1
+MUST_NOT_CHANGE = ("data_sha256", "precision")  # or one curve would be of two things
 STATUSES = ("running", "stopped", "finished", "failed")
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -58,8 +59,16 @@ class Run:
                     f"{folder}: holds a run with another config ({'; '.join(differing)}); "
                     "choose another folder with out=..., or repeat the run's own settings"
                 )
+            for key in MUST_NOT_CHANGE:
+                if key in found and differences(found[key], facts.get(key)):
+                    raise ValueError(
+                        f"{folder}: {key} has changed since this run began ({found[key]} then, {facts.get(key)} now); "
+                        "restore it, or begin anew with out=..."
+                    )
             facts = {**found, **facts, "started": found["started"]}
-        run = cls(folder, {"schema": SCHEMA, "started": time.time(), **facts})
+        sitting = {"started": time.time(), "environment": facts.get("environment"), "processes": facts.get("processes")}
+        sittings = [*(found or {}).get("sittings", []), sitting]
+        run = cls(folder, {"schema": SCHEMA, "started": time.time(), **facts, "sittings": sittings})
         run.update(status="running", error=None)
         return run
 
@@ -75,12 +84,27 @@ class Run:
             file.write(line + "\n")
 
     def metrics_size(self) -> int:
+        """Bytes of metrics.jsonl, safe on the disk: a checkpoint is going to rely on them."""
         path = self.folder / "metrics.jsonl"
-        return path.stat().st_size if path.exists() else 0
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return path.stat().st_size
 
     def rewind(self, size: int) -> None:
-        """Drops the lines written after a checkpoint: the steps behind them are done again."""
+        """Drops the steps written after a checkpoint, which are done again; what the checkpoint itself took stays."""
         path = self.folder / "metrics.jsonl"
+        content = path.read_bytes() if path.exists() else b""
+        if len(content) < size:
+            raise ValueError(
+                f"{path}: is shorter than its checkpoint says ({len(content)} of {size} bytes); restore the file, or "
+                "begin anew with out=..."
+            )
+        for line in content[size:].splitlines(keepends=True):
+            if not line.startswith((b'{"kind":"checkpoint"', b'{"kind":"resume"')) or not line.endswith(b"\n"):
+                break
+            size += len(line)
         if path.exists():
             os.truncate(path, size)
 
@@ -95,9 +119,9 @@ class Run:
     ) -> None:  # fmt: skip
         """Ends this sitting: timing from the metrics, then the status."""
         assert status in STATUSES
+        self.update(status=status, error=error, **facts)  # first: it must not depend on what follows
         timing = timing_stats(read_metrics(self.folder), flops_per_token, peak)
         write_atomically(self.folder / "timing_stats.json", json.dumps(timing, indent=1) + "\n")
-        self.update(status=status, error=error, **facts)
 
 
 @contextmanager
@@ -130,6 +154,7 @@ def read_run(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: format {facts['schema']}, where this version reads {SCHEMA}")
         if facts["status"] not in STATUSES:
             raise KeyError(facts["status"])
+        facts["science"], facts["started"]  # what every reader relies on
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged record ({type(error).__name__}: {error})") from None
     return facts

@@ -60,6 +60,13 @@ def test_a_kill_between_the_renames_loses_nothing(tmp_path):
     assert warnings_of(tmp_path)[0]["step"] == 3
 
 
+def test_all_damaged_is_an_error(tmp_path):
+    save_checkpoint(tmp_path, *state(1.0), {"step": 1})
+    (tmp_path / "last" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match="no whole one to go on from"):
+        warnings_of(tmp_path)
+
+
 def test_nothing_to_load_is_none(tmp_path):
     assert warnings_of(tmp_path)[0] is None
 
@@ -72,7 +79,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
         (folder / "a").write_text("two")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ValueError, match=r"best: cannot be written \(disk full\)"):
         replace_folder(target, fails)
     assert (target / "a").read_text() == "one"
     replace_folder(target, lambda f: (f / "b").write_text("three"))

@@ -38,6 +38,18 @@ def test_two_processes_give_the_losses_of_one(tmp_path, accumulate):
     assert evaluations(two)[-1]["loss"] == pytest.approx(evaluations(one)[-1]["loss"], abs=1e-4)
     assert read_run(tmp_path / "two")["processes"] == 2
     assert read_run(tmp_path / "two")["status"] == "finished"
+    if accumulate == 1:
+        finish(launch(corpus, tmp_path / "two", "train.accumulate=1"))  # a finished run is not run again
+        assert read_metrics(tmp_path / "two") == two
+
+
+@pytest.mark.slow
+def test_two_processes_end_together_when_time_is_up(tmp_path):
+    corpus = write_corpus(tmp_path)
+    finish(launch(corpus, tmp_path / "run", "train.max_steps=100000", "train.max_time=1.5", "train.eval_every=7"))
+    record = read_run(tmp_path / "run")
+    assert record["status"] == "finished"
+    assert 10 <= record["totals"]["steps"] < 100000
 
 
 @pytest.mark.slow

@@ -130,7 +130,9 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(corpu
     weights.write_bytes(content)
     code, _, errors = finish(corpus, out)
     assert code == 0
-    assert "damaged checkpoint (weights.safetensors does not match its checksum); trying the one before" in errors
+    assert (
+        "damaged checkpoint (weights.safetensors does not match its checksum); going on from the one before" in errors
+    )
     assert_same_run(out, uninterrupted)
 
 

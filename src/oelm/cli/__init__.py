@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
@@ -22,17 +23,28 @@ app.add_typer(studies.bench, name="bench")
 
 def main() -> NoReturn:
     """Runs a verb; what a user can mend is one line on stderr and exit code 1."""
+    code: int | str | None = 0
     try:
         app()
+    except SystemExit as end:
+        code = end.code
     except (ValueError, OSError) as error:
-        print(f"oelm: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
+        code = _say(" ".join(str(error).split()))
     except KeyboardInterrupt:
-        print("oelm: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _say("interrupted")
+        code = 130
     except RuntimeError as error:
         if type(error).__name__ != "TrainingFailed":  # named, not imported: --help must not load torch
             raise
-        print(f"oelm: {error}", file=sys.stderr)
-        sys.exit(1)
-    sys.exit(0)
+        code = _say(str(error))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # torch 2.13 can deadlock when DDP's destructor joins gloo's threads with the GIL held: leave without it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0)
+    sys.exit(code)
+
+
+def _say(text: str) -> int:
+    print(f"oelm: {text}", file=sys.stderr)
+    return 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -57,20 +56,13 @@ def train(
     alias = [f"{key}={value}" for key, value in given.items() if value is not None]
     study = ["model=medium-512", "data.tokenizer=gpt2", "train.batch_size=8"] if alias and not file else []
     config = load_config(file, [*study, *alias, *words[1 if file else 0 :]])
-    from torch.distributed import barrier
-
     from ..training.pretrain import pretrain
 
     record = pretrain(config)
-    if record:
+    if record and os.environ.get("RANK", "0") == "0":
         best = record["totals"]["best"]
         print(f"{record['status']}: best PPL {best['ppl']:.2f} ({best['loss']:.4f} nats) at step {best['step']:.0f}")
         print(config.folder)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # torch 2.13 can deadlock when DDP's destructor joins gloo's threads with the GIL held.
-        barrier()
-        sys.stdout.flush()
-        os._exit(0)
 
 
 @app.command(epilog=examples('oelm sample runs/debug --prompt "def "', "oelm sample runs/debug --tokens 200 --seed 1"))

@@ -295,6 +295,10 @@ def _parquet(path: Path) -> Texts:
                 raise ValueError(f'{path}: no "text" column; columns present: {", ".join(columns)}')
             for batch in file.iter_batches(batch_size=1000, columns=["text"]):
                 read += batch.num_rows
-                yield from ((text, read / rows) for text in batch.column(0).to_pylist() if text is not None)
+                for text in batch.column(0).to_pylist():
+                    if not isinstance(text, str | None):
+                        raise ValueError(f'{path}: column "text" holds {type(text).__name__}, not text')
+                    if text is not None:
+                        yield text, read / rows
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a readable parquet file ({error})") from error

@@ -116,7 +116,8 @@ def prepare(
 def _ready(folder: Path, wanted: dict[str, Any]) -> Manifest | None:
     with suppress(FileNotFoundError, ValueError):
         found = Manifest.load(folder)
-        return found if wanted.items() <= dict(found).items() else None
+        coder = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+        return found if wanted.items() <= dict(found).items() and coder == found.tokenizer_sha256 else None
     return None
 
 

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from .frames import KINDS
+from .names import ALIASES
 from .projections import Targets
 
 ROLES = ("q", "k")
@@ -116,4 +117,3 @@ ARMS: dict[str, OelmConfig] = {
     "oelm-slices": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}),
     "oelm-keep": OelmConfig(init="keep"),
 }
-ALIASES = {"oelm_v2": "oelm", "oelm_random": "oelm-random"}

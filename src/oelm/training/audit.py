@@ -53,4 +53,4 @@ def audit(folder: Path) -> list[str]:
 
 
 def _refuse(text: str) -> None:
-    raise ValueError(text.removesuffix("; trying the one before"))
+    raise ValueError(text.removesuffix("; going on from the one before"))

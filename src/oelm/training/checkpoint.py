@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -40,6 +41,9 @@ def save_checkpoint(
         sums = {path.name: _sync_and_sum(path) for path in sorted(saving.iterdir())}
         (saving / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=1) + "\n")
         _sync_and_sum(saving / "meta.json")
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk has all three faces
+        shutil.rmtree(saving, ignore_errors=True)
+        raise _cannot_write(run, error) from error
     except BaseException:
         shutil.rmtree(saving, ignore_errors=True)
         raise
@@ -52,20 +56,29 @@ def save_checkpoint(
 def load_checkpoint(
     run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], warn: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """Loads the newest whole checkpoint and returns its meta; None when there is none to go on from."""
+    """Loads the newest whole checkpoint and returns its meta, with the `folder` it came from.
+
+    None when there is no checkpoint; that all there are is damaged is an error, for starting over would bury them.
+    """
+    damage = []
     for folder in (run / "last", run / "previous"):
         if not folder.exists():
             continue
         try:
             meta = _checked_meta(folder)
         except (OSError, ValueError, KeyError) as error:
-            warn(f"{folder}: damaged checkpoint ({error}); trying the one before")
+            damage.append(f"{folder}: damaged checkpoint ({error})")
             continue
+        if damage:
+            warn(f"{damage[0]}; going on from the one before")
         tensors = load_file(folder / "weights.safetensors")
         own = _tensors(model)
-        if tensors.keys() != own.keys():
-            odd = sorted(tensors.keys() ^ own.keys())[0]
-            raise ValueError(f"{folder}: is of another model ({odd} is not in both)")
+        shapes, own_shapes = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, own))
+        if shapes != own_shapes:
+            odd = min(name for name in shapes.keys() | own_shapes.keys() if shapes.get(name) != own_shapes.get(name))
+            raise ValueError(
+                f"{folder}: is of another model ({odd}: {shapes.get(odd)} there, {own_shapes.get(odd)} here)"
+            )
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(_sharded_like(tensor, tensors[name]))
@@ -77,8 +90,17 @@ def load_checkpoint(
                     if value.shape == parameters[index].shape:  # moments, not the step count
                         values[key] = _sharded_like(parameters[index], value)
             optimizer.load_state_dict(state)
-        return meta
+        return {**meta, "folder": folder.name}
+    if damage:
+        raise ValueError(f"{damage[0]}, and there is no whole one to go on from; begin anew with out=...")
     return None
+
+
+def set_aside_damaged(run: Path) -> None:
+    """Moves a damaged `last/` out of the way, so that the next save does not put it in place of a whole one."""
+    shutil.rmtree(run / "damaged", ignore_errors=True)
+    if (run / "last").exists():
+        os.replace(run / "last", run / "damaged")
 
 
 def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
@@ -89,6 +111,9 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
     fresh.mkdir(parents=True)
     try:
         write(fresh)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise _cannot_write(target, error) from error
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -96,6 +121,13 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
         os.replace(target, old)
     os.replace(fresh, target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _cannot_write(target: Path, error: Exception) -> ValueError:
+    reason = str(error).strip().partition("\n")[0]
+    return ValueError(
+        f"{target}: cannot be written ({reason}); what was saved before is kept. Make room, then repeat the command"
+    )
 
 
 def _checked_meta(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,10 +21,16 @@ from ..config import RunConfig
 from ..method.layout import gathered
 from ..method.verify import unwrap, verify
 from ..record import Run
-from .checkpoint import load_checkpoint, replace_folder, save_checkpoint
+from .checkpoint import load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
 from .clock import Clock
 from .optim import learning_rate, set_learning_rate
 from .screen import Screen
+
+ASK_EVERY = 10  # steps between the moments at which processes agree on stopping, time and checkpoints
+ADVICE = (
+    "the last good checkpoint is kept. Begin anew in another folder (out=...) with a lower train.lr or a longer "
+    "train.warmup_steps"
+)
 
 
 class Task(Protocol):
@@ -85,77 +91,111 @@ class Stopper:
 
 def train(
     run: Run | None, model: nn.Module, optimizers: list[Any], task: Task, config: RunConfig, accelerator: Accelerator,
-    quiet: bool = False,
+    stopper: Stopper, quiet: bool = False,
 ) -> tuple[Progress, int | None]:  # fmt: skip
     """Trains to the end or to a signal. `run` is None in all processes but the first.
 
     Returns where it stands and the signal that stopped it, if one did.
     """
-    settings, inner = config.train, unwrap(accelerator.unwrap_model(model))
-    total = settings.max_steps
-    if settings.max_tokens is not None:
-        total = min(total, max(1, settings.max_tokens // task.tokens_per_step))
-    progress, stopper, clock = Progress(), Stopper(), Clock(accelerator.device)
-
-    folder = config.folder
-
-    def warn(text: str) -> None:
-        if run:
-            run.log(text)
-            print(f"oelm: {text}", file=sys.stderr)
-
-    meta = load_checkpoint(folder, inner, optimizers, warn)
-    if meta:
-        progress = Progress(meta["step"], meta["train_seconds"], meta["best"])
-    if run:
-        run.rewind(meta["metrics_size"] if meta else 0)
-        if meta:
-            run.append("resume", step=progress.step)
-            run.log(f"resumed at step {progress.step}")
+    settings, system, inner = config.train, config.system, unwrap(accelerator.unwrap_model(model))
+    total, folder = total_steps(config, task.tokens_per_step), config.folder
+    clock = Clock(accelerator.device)
+    progress = _take_up(run, inner, optimizers, config, accelerator)
     screen = Screen(total, progress.step, quiet or run is None)
     book = _Bookkeeper(run, screen, clock, task, accelerator, config, total)
 
     def checkpoint() -> None:
         book.flush(progress)
         verify(inner, optimizer=optimizers)
+        if not all(bool(gathered(p).isfinite().all()) for p in inner.parameters() if p.requires_grad):
+            raise TrainingFailed(f"a weight is not finite after step {progress.step}; {ADVICE}")
         start = time.perf_counter()
-        meta = {"step": progress.step, "train_seconds": progress.train_seconds, "best": progress.best}
-        meta["metrics_size"] = run.metrics_size() if run else 0
+        meta = {"id": config.id, **asdict(progress), "metrics_size": run.metrics_size() if run else 0}
+        if accelerator.scaler is not None:
+            meta["scaler"] = accelerator.scaler.state_dict()
         save_checkpoint(folder, inner, optimizers, meta, write=run is not None)
         if run:
             run.append("checkpoint", step=progress.step, seconds=time.perf_counter() - start)
         accelerator.wait_for_everyone()
 
+    def out_of_time() -> bool:
+        return settings.max_time is not None and progress.train_seconds >= settings.max_time
+
     try:
-        with stopper.listening():
-            last_saved = time.monotonic()
-            model.train()
-            while progress.step < total:
-                book.add(train_step(model, optimizers, task, config, accelerator, clock, progress.step, total))
-                progress.step += 1
-                ended = progress.step == total
-                if progress.step % config.system.log_every == 0:
-                    book.flush(progress)
-                    ended |= settings.max_time is not None and progress.train_seconds >= settings.max_time
-                stop = _agree(accelerator, stopper.signal is not None, progress.step % config.system.log_every == 0)
-                evaluated = ended or progress.step % settings.eval_every == 0
-                if evaluated:
-                    book.flush(progress)
-                    _evaluate(run, model, task, accelerator, folder, progress, screen)
-                every = config.system.checkpoint_every
-                due = progress.step % every == 0 if every else evaluated
-                wait = config.system.checkpoint_seconds
-                late = wait is not None and accelerator.num_processes == 1 and time.monotonic() - last_saved >= wait
-                if due or late or stop or ended:
-                    checkpoint()
-                    last_saved = time.monotonic()
-                if ended:
-                    return progress, None
-                if stop:
-                    return progress, stopper.signal or signal.SIGTERM
+        last_saved = time.monotonic()
+        model.train()
+        while progress.step < total and not (progress.best and out_of_time()):
+            book.add(train_step(model, optimizers, task, config, accelerator, clock, progress.step, total))
+            progress.step += 1
+            asked = progress.step % ASK_EVERY == 0
+            if progress.step % system.log_every == 0 or (asked and settings.max_time is not None):
+                book.flush(progress)
+            waited = time.monotonic() - last_saved >= (system.checkpoint_seconds or math.inf)
+            wishes = [stopper.signal is not None, asked and out_of_time(), waited]
+            stop, over, late = _agree(accelerator, wishes, asked)
+            ended = over or progress.step == total
+            evaluated = ended or progress.step % settings.eval_every == 0
+            if evaluated:
+                book.flush(progress)
+                _evaluate(run, model, task, accelerator, folder, progress, screen)
+            due = progress.step % system.checkpoint_every == 0 if system.checkpoint_every else evaluated
+            if due or late or stop or ended:
+                checkpoint()
+                last_saved = time.monotonic()
+            if stop and not ended:
+                return progress, stopper.signal or signal.SIGTERM
+            if ended:
+                break
         return progress, None
     finally:
         screen.close()
+
+
+def total_steps(config: RunConfig, tokens_per_step: int) -> int:
+    """Steps until max_steps or max_tokens, whichever comes first."""
+    settings = config.train
+    if settings.max_tokens is None:
+        return settings.max_steps
+    total = min(settings.max_steps, max(1, settings.max_tokens // tokens_per_step))
+    if total <= settings.warmup_steps:
+        raise ValueError(f"train.max_tokens: ends at step {total}, inside the warm-up of {settings.warmup_steps} steps")
+    return total
+
+
+def _take_up(
+    run: Run | None, model: nn.Module, optimizers: list[Any], config: RunConfig, accelerator: Accelerator
+) -> Progress:
+    """Loads the newest whole checkpoint, if there is one, and cuts the metrics back to it."""
+
+    def warn(text: str) -> None:
+        if run:
+            run.log(text)
+            print(f"oelm: {text}", file=sys.stderr)
+
+    folder = config.folder
+    meta = load_checkpoint(folder, model, optimizers, warn)
+    accelerator.wait_for_everyone()  # before the first process moves anything that another is reading
+    if meta is None:
+        if run:
+            run.rewind(0)
+        return Progress()
+    if meta["id"] != config.id:
+        raise ValueError(
+            f"{folder / meta['folder']}: is of run {meta['id']}, not of {config.id}; choose another out=..."
+        )
+    if "scaler" in meta and accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(meta["scaler"])
+    progress = Progress(meta["step"], meta["train_seconds"], meta["best"])
+    if not (folder / "best").is_dir():
+        progress.best = {}  # the next evaluation writes one
+    if run:
+        run.rewind(meta["metrics_size"])
+        if meta["folder"] == "previous":
+            set_aside_damaged(folder)
+        run.append("resume", step=progress.step)
+        run.log(f"resumed at step {progress.step}")
+    accelerator.wait_for_everyone()
+    return progress
 
 
 def train_step(
@@ -219,13 +259,11 @@ class _Bookkeeper:
         self.pending = []
         times = self.clock.flush()
         for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-            if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
+            skipped = self.accelerator.scaler is not None  # fp16: the scaler leaves such a step out and goes on
+            if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm) and not skipped):
                 what = "loss" if not math.isfinite(loss) else "gradient"
                 lr = learning_rate(first + i, self.config.train, self.total)
-                raise TrainingFailed(
-                    f"{what} is not finite at step {first + i + 1}, learning rate {lr:.3g}; the last good checkpoint "
-                    "is kept. Lower train.lr or lengthen train.warmup_steps"
-                )
+                raise TrainingFailed(f"{what} is not finite at step {first + i + 1}, learning rate {lr:.3g}; {ADVICE}")
         progress.train_seconds += sum(times["seconds"])
         lr = learning_rate(progress.step - 1, self.config.train, self.total)
         seconds = sum(times["seconds"]) / len(losses)
@@ -256,9 +294,7 @@ def _evaluate(
         metrics = task.evaluate(model, accelerator)
     model.train()
     if not math.isfinite(metrics["loss"]):
-        raise TrainingFailed(
-            f"validation loss is not finite after step {progress.step}; the last good checkpoint is kept"
-        )
+        raise TrainingFailed(f"validation loss is not finite after step {progress.step}; {ADVICE}")
     better = not progress.best or metrics["loss"] < progress.best["loss"]
     if better:
         progress.best = {**metrics, "step": progress.step}
@@ -274,11 +310,11 @@ def _evaluate(
         screen.say(text)
 
 
-def _agree(accelerator: Accelerator, wish: bool, ask: bool) -> bool:
-    """Whether any process wants to stop: all must leave at the same step or the others would wait forever."""
+def _agree(accelerator: Accelerator, wishes: list[bool], asked: bool) -> list[bool]:
+    """What any process wishes, all do: at the same step, or the others would wait forever."""
     if accelerator.num_processes == 1:
-        return wish
-    if not ask:
-        return False
-    votes = torch.tensor(float(wish), device=accelerator.device)
-    return bool(accelerator.reduce(votes, "sum") > 0)
+        return wishes
+    if not asked:
+        return [False] * len(wishes)
+    votes = torch.tensor([float(wish) for wish in wishes], device=accelerator.device)
+    return (accelerator.reduce(votes, "sum") > 0).tolist()

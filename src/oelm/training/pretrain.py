@@ -7,12 +7,14 @@ import json
 import math
 import re
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ..config import DataConfig, RunConfig, SystemConfig
@@ -24,7 +26,7 @@ from ..method.verify import verify
 from ..models.build import build_gpt
 from ..record import Run, claimed, read_run
 from ..runtime import choose_precision, environment, measure_peak, peak_memory
-from .loop import TrainingFailed, train
+from .loop import Stopper, TrainingFailed, train
 from .optim import make_optimizers
 
 
@@ -56,12 +58,14 @@ class LanguageModelling:
             limit_tokens=self.config.train.eval_tokens,
         )  # fmt: skip
         total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # summed loss, tokens
-        for i, (x, y) in enumerate(batches):
-            if i % accelerator.num_processes != accelerator.process_index:
-                continue
+        mine = slice(accelerator.process_index, None, accelerator.num_processes)
+        for x, y in batches:
+            # Every process takes part in every batch, with nothing to count if need be: sharded models must agree.
+            x, y = (x[mine], y[mine]) if len(x[mine]) else (x[:1], torch.full_like(y[:1], -100))
             counted = (y >= 0).sum()
             loss = model(input_ids=x.to(accelerator.device), shift_labels=y.to(accelerator.device)).loss
-            total += torch.stack([loss.double() * counted, counted.double()])
+            if counted:
+                total += torch.stack([loss.double() * counted, counted.double()])
         summed, tokens = accelerator.reduce(total, "sum").tolist()
         loss = summed / tokens
         bits = loss / math.log(2) / self.validation.bytes_per_token
@@ -76,9 +80,9 @@ class LanguageModelling:
 
         logging.disable_progress_bar()  # it would break into ours
         model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
-        eot = json.loads((self.training.folder / "tokenizer.json").read_text())["added_tokens"][0]["content"]
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(self.training.folder / "tokenizer.json"), eos_token=eot)
-        tokenizer.save_pretrained(folder)
+        coder = Tokenizer.from_file(str(self.training.folder / "tokenizer.json"))
+        eot = coder.id_to_token(self.training.manifest.eot)
+        PreTrainedTokenizerFast(tokenizer_object=coder, eos_token=eot).save_pretrained(folder)
 
 
 def data_folder(data: DataConfig, system: SystemConfig) -> Path:
@@ -99,7 +103,7 @@ def prepare_data(data: DataConfig, system: SystemConfig, progress: bool) -> tupl
 
 def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
     """Runs or takes up one run and returns its record; raises SystemExit with the signal's code when stopped."""
-    folder = config.folder
+    folder, stopper = config.folder, Stopper()
     if (folder / "run.json").exists():
         found = read_run(folder)
         if found["status"] == "finished" and found["science"] == config.science():
@@ -113,6 +117,7 @@ def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         project_dir=str(folder),
         cpu=device.type == "cpu",  # without it, processes started on a machine with no GPU do not find each other
     )  # fmt: skip
+    accelerator.gradient_accumulation_steps = 1  # the loop does it; a launcher's setting would divide twice
     parts = accelerator.num_processes * config.train.accumulate
     if config.train.batch_size % parts:
         raise ValueError(
@@ -121,7 +126,8 @@ def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         )
     if not accelerator.is_main_process:
         accelerator.wait_for_everyone()  # until the first process holds the folder and the data is there
-        return _operate(config, accelerator, None, quiet, None)
+        with stopper.listening():
+            return _operate(config, accelerator, None, stopper, quiet, None)
     with claimed(folder):
         tokens_folder, manifest = prepare_data(config.data, config.system, not quiet)
         facts = {
@@ -133,18 +139,22 @@ def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         run = Run.open(folder, facts)
         accelerator.wait_for_everyone()
         try:
-            return _operate(config, accelerator, run, quiet, measure_peak(accelerator.device, precision))
+            with stopper.listening():
+                peak = measure_peak(accelerator.device, precision) * accelerator.num_processes
+                return _operate(config, accelerator, run, stopper, quiet, peak)
         except SystemExit:
             raise
         except BaseException as error:
             text = "".join(traceback.format_exception(error)) if not isinstance(error, TrainingFailed) else str(error)
-            run.log(f"failed: {error}")
-            run.close("failed", error=text)
+            stopped = isinstance(error, KeyboardInterrupt)  # asked twice: the last checkpoint stands
+            with suppress(OSError, ValueError):  # on a full disk the error itself must still reach the user
+                run.log("stopped at once" if stopped else f"failed: {error}")
+                run.close("stopped", error=None) if stopped else run.close("failed", error=text)
             raise
 
 
 def _operate(
-    config: RunConfig, accelerator: Accelerator, run: Run | None, quiet: bool, peak: float | None
+    config: RunConfig, accelerator: Accelerator, run: Run | None, stopper: Stopper, quiet: bool, peak: float | None
 ) -> dict[str, Any]:
     tokens_folder = data_folder(config.data, config.system)
     manifest = Manifest.load(tokens_folder)
@@ -169,7 +179,7 @@ def _operate(
     if config.system.trackers:
         accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
 
-    progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, quiet)
+    progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, stopper, quiet)
     verify(model, report, optimizer=wrapped)
     for tracker in accelerator.trackers:
         tracker.finish()
