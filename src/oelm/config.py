@@ -7,6 +7,7 @@ Precedence: the defaults below, then the file, then the words. A section may be 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -93,7 +94,7 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the layers, AdamW for the rest
     lr: float = Field(1e-3, gt=0)
     min_lr_ratio: float = Field(0.1, ge=0, le=1)  # the cosine's floor, as a share of lr
-    warmup_steps: int = Field(100, ge=0)
+    warmup_steps: int = Field(100, ge=0)  # left out: 100, or a tenth of a shorter run
     weight_decay: float = Field(0.1, ge=0)  # on matrices only
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float | None = Field(1.0, gt=0)
@@ -106,6 +107,8 @@ class TrainConfig(Section):
     def _fits(self) -> Self:
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate: {self.accumulate} micro-batches do not divide batch_size={self.batch_size}")
+        if "warmup_steps" not in self.model_fields_set:
+            object.__setattr__(self, "warmup_steps", min(self.warmup_steps, self.max_steps // 10))
         if self.warmup_steps >= self.max_steps:
             raise ValueError(f"warmup_steps: {self.warmup_steps} must be less than max_steps={self.max_steps}")
         return self
@@ -159,9 +162,12 @@ MAIN_FIELD = {"model": "name", "method": "arm", "data": "corpus"}
 def load_config(path: Path | None = None, words: Iterable[str] = ()) -> RunConfig:
     """A RunConfig from an optional YAML file and key=value words."""
     raw = read_yaml(path) if path else {}
+    if "arms" in raw:
+        raise ValueError(f"{path}: is a study file; use oelm study run {path}")
+    parse_config(raw, str(path) if path else "")  # so that the file is blamed for its own mistakes only
     for word in words:
         set_word(raw, word)
-    return parse_config(raw, str(path) if path else "")
+    return parse_config(raw)
 
 
 def parse_config(raw: dict[str, Any], source: str = "") -> RunConfig:
@@ -249,3 +255,16 @@ def _keys_at(section: type[BaseModel], path: list[str]) -> list[str]:
             return []
         section = annotation
     return list(section.model_fields)
+
+
+def settings() -> list[dict[str, str]]:
+    """Every key of a run with its default and meaning, as the sections above state them."""
+    listed = []
+    for name, field in RunConfig.model_fields.items():
+        section = field.annotation
+        inner = section if isinstance(section, type) and issubclass(section, BaseModel) else RunConfig
+        prefix = f"{name}." if inner is not RunConfig else ""
+        notes = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(inner), re.MULTILINE))
+        for key, value in inner.model_fields.items() if prefix else [(name, field)]:
+            listed.append({"key": f"{prefix}{key}", "default": str(value.default), "meaning": notes.get(key, "")})
+    return listed

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,11 +49,15 @@ class Run:
 
     folder: Path
     facts: dict[str, Any]
+    quiet: bool = False
 
     @classmethod
-    def open(cls, folder: Path, facts: dict[str, Any]) -> Run:
+    def open(cls, folder: Path, facts: dict[str, Any], quiet: bool = False) -> Run:
         """Starts or takes up a run. `facts` must hold id and science; another run's folder is refused."""
         found = read_run(folder) if (folder / "run.json").exists() else None
+        begun = any((folder / name).exists() for name in ("last", "previous"))
+        if found is not None and found["status"] == "failed" and not begun:
+            found = None  # it broke before its first checkpoint: nothing of it is worth keeping
         if found is not None:
             if differing := differences(found["science"], facts["science"]):
                 raise ValueError(
@@ -68,7 +73,7 @@ class Run:
             facts = {**found, **facts, "started": found["started"]}
         sitting = {"started": time.time(), "environment": facts.get("environment"), "processes": facts.get("processes")}
         sittings = [*(found or {}).get("sittings", []), sitting]
-        run = cls(folder, {"schema": SCHEMA, "started": time.time(), **facts, "sittings": sittings})
+        run = cls(folder, {"schema": SCHEMA, "started": time.time(), **facts, "sittings": sittings}, quiet)
         run.update(status="running", error=None)
         return run
 
@@ -107,6 +112,12 @@ class Run:
             size += len(line)
         if path.exists():
             os.truncate(path, size)
+
+    def say(self, text: str) -> None:
+        """Logs a line and shows it, unless the run is a quiet one."""
+        self.log(text)
+        if not self.quiet:
+            print(f"oelm: {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")

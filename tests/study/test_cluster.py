@@ -1,7 +1,6 @@
 """The same study on a Ray cluster, and what happens when one of its nodes dies."""
 
 import json
-import os
 import sys
 import threading
 import time
@@ -65,6 +64,14 @@ def test_without_ray_the_user_is_told_what_to_install(study_file, monkeypatch):
         run_on_ray(cells, Execution())
 
 
+def test_a_cluster_that_is_not_there_is_said_at_once(study_file):
+    pytest.importorskip("ray")
+    cells = comparison_runs(load_study(study_file, ["lr=null"]), {})
+    with pytest.raises(ValueError, match="--address: nothing answers at 127.0.0.1:1"):
+        run_on_ray(cells, Execution(), "127.0.0.1:1")
+    assert not any(cell.folder.exists() for cell in cells)
+
+
 @pytest.fixture
 def cluster(monkeypatch):
     """A head that runs nothing and two nodes of one CPU each, all on this machine."""
@@ -74,10 +81,10 @@ def cluster(monkeypatch):
     import ray
     from ray.cluster_utils import Cluster
 
-    place = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **place})
+    memory = {"object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
     try:
-        yield cluster, [cluster.add_node(num_cpus=1, **place) for _ in range(2)]
+        yield cluster, [cluster.add_node(num_cpus=1, **memory) for _ in range(2)]
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -127,4 +134,3 @@ def test_a_run_that_fails_on_a_node_brings_its_traceback_home(cluster, study_fil
     assert list(problems) == [oelm.folder]
     assert "Traceback" in read_run(oelm.folder)["error"]
     assert look(baseline).status == "finished"
-    assert os.path.isdir(oelm.folder)

@@ -61,11 +61,11 @@ def test_every_state_of_a_run_is_told_apart(tmp_path):
     assert states == ["finished", "running", "interrupted", "failed", "stopped", "damaged", "waiting", "waiting"]
     running = table[cells[1].config.id]
     assert (running["arm"], running["seed"], running["step"], running["percent"]) == ("oelm", 0, 10, 25.0)
-    assert (running["loss"], running["ppl"]) == (pytest.approx(2.9), 90.0)
+    assert (running["train_loss"], running["val_ppl"]) == (pytest.approx(2.9), 90.0)
     assert running["tokens_per_second"] == pytest.approx(2048)
     assert running["remaining"] == 15  # thirty steps of half a second
     done = table[cells[0].config.id]
-    assert (done["percent"], done["remaining"], done["ppl"]) == (100.0, None, 20.0)
+    assert (done["percent"], done["remaining"], done["val_ppl"]) == (100.0, None, 20.0)
     json.dumps(list(table.values()), allow_nan=False)
     assert "MemoryError: no room" in look(cells[3]).problem
     assert "damaged record" in look(cells[5]).problem

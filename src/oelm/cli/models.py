@@ -12,9 +12,20 @@ from .words import Format, Words, examples, is_json
 app = typer.Typer()
 
 
-@app.command("ls", epilog=examples("oelm ls", "oelm ls -f json"))
-def list_everything(form: Format = "text") -> None:
-    """List the arms, frame kinds, model presets and corpora."""
+@app.command("ls", epilog=examples("oelm ls", "oelm ls settings", "oelm ls -f json"))
+def list_everything(
+    what: Annotated[str | None, typer.Argument(help="settings: every key of a run, its default and meaning")] = None,
+    form: Format = "text",
+) -> None:
+    """List the arms, frame kinds, model presets and corpora; or the settings of a run."""
+    if what not in (None, "settings"):
+        raise ValueError(f"{what}: nothing of that name to list; say oelm ls or oelm ls settings")
+    if what:
+        from ..config import settings
+
+        listed = settings()
+        print(json.dumps(listed, indent=2) if is_json(form) else "\n".join(_setting(s) for s in listed))
+        return
     from ..data.corpus import CORPORA
     from ..method.arms import ALIASES, ARMS
     from ..method.frames import KINDS
@@ -63,6 +74,10 @@ def inspect(
         raise ValueError(f"{outside[0]}: inspect takes method=... and method.<field>=... only")
     result = inspect_model(model, load_config(None, words).method, labels, context)
     print(json.dumps(result.to_dict(), indent=2) if json_wanted else result)
+
+
+def _setting(entry: dict[str, str]) -> str:
+    return f"{entry['key']:<30} {entry['default']:<14} {entry['meaning']}".rstrip()
 
 
 def _describe_arm(init: object, freeze: object) -> str:

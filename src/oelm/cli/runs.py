@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from .words import Words, examples
+from .words import FileAndWords, examples, split_file
 
 app = typer.Typer()
 
 
 @app.command(epilog=examples("oelm prepare data=stdlib", "oelm prepare data=stories/ data.tokenizer=gpt2:gpt2-files/"))
-def prepare(words: Words = None) -> None:
+def prepare(words: FileAndWords = None) -> None:
     """Corpus -> train.bin, val.bin and manifest.json. Does nothing when they are there already."""
     from ..config import load_config
     from ..training.pretrain import prepare_data
 
-    config = load_config(None, words or [])
+    config = load_config(*split_file(words))
     folder, manifest = prepare_data(config.data, config.system, progress=True)
     for name, split in manifest.splits.items():
         print(f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.bytes:,} bytes")
@@ -34,9 +34,7 @@ def prepare(words: Words = None) -> None:
     )
 )
 def train(
-    words: Annotated[
-        list[str] | None, typer.Argument(help="a YAML file first, if any", metavar="[FILE] [KEY=VALUE]...")
-    ] = None,
+    words: FileAndWords = None,
     model_type: Annotated[str | None, typer.Option("--model_type", help="the study's spelling of method=")] = None,
     dataset: Annotated[str | None, typer.Option("--dataset", help="the study's spelling of data=")] = None,
     max_lr: Annotated[float | None, typer.Option("--max_lr", help="the study's spelling of train.lr=")] = None,
@@ -50,12 +48,11 @@ def train(
     """
     from ..config import load_config
 
-    words = words or []
-    file = Path(words[0]) if words and "=" not in words[0] else None
+    file, settings = split_file(words)
     given = {"method": model_type, "data": dataset, "train.lr": max_lr, "train.max_steps": max_steps, "out": out_dir}
     alias = [f"{key}={value}" for key, value in given.items() if value is not None]
     study = ["model=medium-512", "data.tokenizer=gpt2", "train.batch_size=8"] if alias and not file else []
-    config = load_config(file, [*study, *alias, *words[1 if file else 0 :]])
+    config = load_config(file, [*study, *alias, *settings])
     from ..training.pretrain import pretrain
 
     record = pretrain(config)

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from .words import Format, Words, examples, is_json
+from .words import FileAndWords, Format, Words, examples, is_json, split_file
 
 app = typer.Typer()
 study = typer.Typer(help="Plan, run and follow a study.", no_args_is_help=True)
-bench = typer.Typer(help="Measure honestly.", no_args_is_help=True)
+bench = typer.Typer(help="Compare step times of arms in turns.", no_args_is_help=True)
 
 
 @bench.command(
@@ -23,7 +23,7 @@ bench = typer.Typer(help="Measure honestly.", no_args_is_help=True)
     )
 )
 def step(
-    words: Words = None,
+    words: FileAndWords = None,
     arms: Annotated[str, typer.Option(help="the reference first, separated by commas")] = "baseline,oelm",
     vocab: Annotated[int, typer.Option(help="vocabulary size", min=2)] = 4096,
     blocks: Annotated[int, typer.Option(help="turns of each arm", min=2)] = 12,
@@ -37,7 +37,7 @@ def step(
     from ..record import write_atomically
     from ..study.bench import bench_step, table
 
-    result = bench_step(load_config(None, words or []), [a.strip() for a in arms.split(",")], vocab, blocks, steps)
+    result = bench_step(load_config(*split_file(words)), [a.strip() for a in arms.split(",")], vocab, blocks, steps)
     if out:
         write_atomically(Path(out), json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1) if json_wanted else table(result))

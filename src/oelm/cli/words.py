@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 Format = Annotated[str, typer.Option("-f", "--format", help="text or json", metavar="FORMAT")]
-Words = Annotated[list[str] | None, typer.Argument(help="settings, e.g. method.gain=2", metavar="[KEY=VALUE]...")]
+Words = Annotated[list[str] | None, typer.Argument(help="settings, see oelm ls settings", metavar="[KEY=VALUE]...")]
+FileAndWords = Annotated[
+    list[str] | None,
+    typer.Argument(help="a YAML file, if any, then settings (see oelm ls settings)", metavar="[FILE] [KEY=VALUE]..."),
+]
+
+
+def split_file(words: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The file that the words begin with, if they do, and the rest."""
+    words = words or []
+    return (Path(words[0]), words[1:]) if words and "=" not in words[0] else (None, words)
 
 
 def examples(*lines: str) -> str:

@@ -102,10 +102,13 @@ class OelmReport:
 def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
     """Gives the model's query/key projections their frames and freezes them, in place.
 
-    Call it after building (or loading) the model and before making the optimizer. `config` may be the
-    name of an arm. Nothing is changed when it raises.
+    Call it after building (or loading) the model and before making the optimizer, which takes
+    `[p for p in model.parameters() if p.requires_grad]`. `config` may be the name of an arm. Nothing is changed
+    when it raises.
     """
     config = OelmConfig.arm(config) if isinstance(config, str) else config
+    if not isinstance(config, OelmConfig):
+        raise TypeError(f"config: must be an OelmConfig or the name of an arm, not {type(config).__name__}")
     chosen = _choose(model, config)
     for projection in chosen:
         _check_tensor(model, projection, config.role("gain", projection.role))

@@ -43,7 +43,7 @@ def verify(
                 if parameter.grad is not None:
                     raise VerifyError(f"{name}: is frozen but holds a gradient buffer")
                 if id(parameter) in owned:
-                    raise VerifyError(f"{name}: is frozen but in the optimizer; make the optimizer after surgery")
+                    raise VerifyError(f"{name}: is frozen but in the optimizer; give it only p with p.requires_grad")
             if row.kind in ORTHONORMAL:
                 weight = row.projection.weight(model)
                 error, limit = orthogonality_error(weight, row.projection.heads, row.gain), _tolerance(weight)

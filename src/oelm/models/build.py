@@ -101,8 +101,10 @@ def _class_for(config: Any) -> Any:
 
 
 def _hub_config(name: str, labels: dict[str, int]) -> Any:
+    from huggingface_hub.utils import logging
     from transformers import AutoConfig
 
+    logging.set_verbosity_error()  # its retries would bury the one line that matters
     try:
         return AutoConfig.from_pretrained(name, **labels)
     except (OSError, ValueError):

@@ -51,7 +51,7 @@ class RandomTokens:
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         raise TypeError("a benchmark has nothing to evaluate")
 
-    def describe(self, metrics: dict[str, float]) -> str:
+    def describe(self, metrics: dict[str, float], brief: bool = False) -> str:
         raise TypeError("a benchmark has nothing to evaluate")
 
     def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections import deque
@@ -142,6 +143,12 @@ def _connect(address: str | None) -> Any:
         ray = import_module("ray")  # optional
     except ImportError:
         raise ValueError("--on ray: Ray is not installed; pip install 'oelm[ray]'") from None
+    host, _, port = (address or "").rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        try:  # Ray itself would go on trying for minutes
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as error:
+            raise ValueError(f"--address: nothing answers at {host}:{port} ({error.strerror or error})") from None
     try:
         ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
     except ConnectionError as error:

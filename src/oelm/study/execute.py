@@ -207,10 +207,10 @@ class _Launcher:
 
 
 def share_cores(execution: Execution, threads: int | None, gpus: int = 0) -> tuple[int, int]:
-    """(runs at once, threads of each): together they fill the cores and no more."""
+    """(runs at once, threads of each): together they fill the cores and no more, unless the study says both."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     slots = execution.slots or gpus * execution.runs_per_gpu or max(1, cores // (threads or 1))
-    return slots, max(1, cores // slots)
+    return slots, threads or max(1, cores // slots)
 
 
 def pick_gpu(free: Mapping[str, float], ours: Mapping[str, int], execution: Execution) -> str | None:

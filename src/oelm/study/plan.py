@@ -129,6 +129,8 @@ class Cell:
 def load_study(path: Path, words: Iterable[str] = (), scale: str | None = None) -> StudyConfig:
     """A study from its file, at another scale if wanted, with key=value words on top; every arm is checked."""
     raw = {"name": path.stem, **read_yaml(path)}
+    if "arms" not in raw:
+        raise ValueError(f"{path}: has no arms, so it is not a study file; a run file goes to oelm train")
     block = raw.pop("cpu", None)
     if scale not in (None, "cpu"):
         raise ValueError(f"--scale: unknown {scale!r}; the only other scale is cpu")

@@ -21,7 +21,7 @@ from .plan import Cell, Design, Group, StudyConfig, choose, comparison_runs, gro
 
 COLUMNS = {
     "run": "{}", "stage": "{}", "arm": "{}", "corpus": "{}", "size": "{}", "seed": "{}", "lr": "{:g}", "step": "{:,}",
-    "percent": "{:.0f}", "loss": "{:.4f}", "ppl": "{:.2f}", "tokens_per_second": "{:,.0f}", "remaining": "{}",
+    "percent": "{:.0f}", "train_loss": "{:.4f}", "val_ppl": "{:.2f}", "tokens_per_second": "{:,.0f}", "remaining": "{}",
     "status": "{}",
 }  # fmt: skip
 STATUSES = {"running": "cyan", "failed": "red", "damaged": "red", "interrupted": "yellow", "stopped": "yellow",
@@ -163,7 +163,8 @@ def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
             steps = min(steps, max(1, cell.config.train.max_tokens // train["tokens"]))
         row |= {
             "step": train["step"], "percent": 100.0 if seen.status == "finished" else 100 * train["step"] / steps,
-            "loss": train["loss"][-1], "ppl": best, "tokens_per_second": train["tokens"] / seconds if seconds else None,
+            "train_loss": train["loss"][-1], "val_ppl": best,
+            "tokens_per_second": train["tokens"] / seconds if seconds else None,
             "remaining": round((steps - train["step"]) * seconds) if seen.status == "running" else None,
         }  # fmt: skip
     return row
@@ -185,7 +186,9 @@ def status_table(table: Sequence[dict[str, Any]], room: int | None = None) -> Ta
     result = Table(caption=caption, caption_justify="left")
     for name in shown:
         text = name in ("run", "stage", "arm", "corpus", "size", "status")
-        result.add_column(name.replace("_per_second", "/s"), justify="left" if text else "right", no_wrap=True)
+        result.add_column(
+            name.replace("_per_second", "/s").replace("_", " "), justify="left" if text else "right", no_wrap=True
+        )
     if room is not None and len(table) > room:
         table = sorted(table, key=lambda row: list(STATUSES).index(row["status"]))[:room]
     for row in table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """Metrics on the fixed validation set; `loss` decides which model is best."""
 
-    def describe(self, metrics: dict[str, float]) -> str:
+    def describe(self, metrics: dict[str, float], brief: bool = False) -> str:
         """The metrics as people say them."""
 
     def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
@@ -169,8 +168,7 @@ def _take_up(
 
     def warn(text: str) -> None:
         if run:
-            run.log(text)
-            print(f"oelm: {text}", file=sys.stderr)
+            run.say(text)
 
     folder = config.folder
     meta = load_checkpoint(folder, model, optimizers, warn)
@@ -193,7 +191,7 @@ def _take_up(
         if meta["folder"] == "previous":
             set_aside_damaged(folder)
         run.append("resume", step=progress.step)
-        run.log(f"resumed at step {progress.step}")
+        run.say(f"resumed at step {progress.step}")
     accelerator.wait_for_everyone()
     return progress
 
@@ -278,7 +276,7 @@ class _Bookkeeper:
                 **times,
             )
             self.accelerator.log({"train/loss": losses[-1], "train/lr": lr}, step=progress.step)
-        best = self.task.describe(progress.best) if progress.best else "-"
+        best = self.task.describe(progress.best, brief=True) if progress.best else "-"
         left = (self.total - progress.step) * seconds
         speed = self.task.tokens_per_step / max(seconds, 1e-9)
         self.screen.step(progress.step, losses[-1], lr, best, speed, left)

@@ -21,7 +21,7 @@ from ..config import DataConfig, RunConfig, SystemConfig
 from ..data.batches import Tokens, train_batch, val_batches
 from ..data.tokens import Manifest, prepare
 from ..flops import count_flops
-from ..method.surgery import apply_oelm
+from ..method.surgery import apply_oelm, dry_oelm
 from ..method.verify import verify
 from ..models.build import build_gpt
 from ..record import Run, claimed, read_run
@@ -71,7 +71,9 @@ class LanguageModelling:
         bits = loss / math.log(2) / self.validation.bytes_per_token
         return {"loss": loss, "ppl": math.exp(min(loss, 700.0)), "bits_per_byte": bits, "tokens": tokens}
 
-    def describe(self, metrics: dict[str, float]) -> str:
+    def describe(self, metrics: dict[str, float], brief: bool = False) -> str:
+        if brief:
+            return f"PPL {metrics['ppl']:.2f}"
         return f"PPL {metrics['ppl']:.2f} ({metrics['loss']:.4f} nats, {metrics['bits_per_byte']:.3f} bits/byte)"
 
     def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
@@ -112,6 +114,7 @@ def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         torch.set_num_threads(config.system.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision, reason = choose_precision(config.train.precision, device)
+    _check(config)
     accelerator = Accelerator(
         mixed_precision={"fp32": "no"}.get(precision, precision), log_with=list(config.system.trackers) or None,
         project_dir=str(folder),
@@ -136,7 +139,9 @@ def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
             "environment": environment(accelerator.device), "data_folder": str(tokens_folder),
             "data_sha256": {name: split.sha256 for name, split in manifest.splits.items()},
         }  # fmt: skip
-        run = Run.open(folder, facts)
+        run = Run.open(folder, facts, quiet)
+        tokens = ", ".join(f"{split.tokens:,} {name}" for name, split in manifest.splits.items())
+        run.say(f"run {config.id} in {folder}; tokens: {tokens}")
         accelerator.wait_for_everyone()
         try:
             with stopper.listening():
@@ -151,6 +156,13 @@ def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
                 run.log("stopped at once" if stopped else f"failed: {error}")
                 run.close("stopped", error=None) if stopped else run.close("failed", error=text)
             raise
+
+
+def _check(config: RunConfig) -> None:
+    """Builds the run's model without weights: what cannot be built must fail before a folder is claimed for it."""
+    with torch.device("meta"):
+        model = build_gpt(config.model, config.model.vocab_size or 257, seed=0)
+    dry_oelm(model, config.method.oelm(config.init_seed))
 
 
 def _operate(
@@ -170,7 +182,8 @@ def _operate(
     flops = count_flops(model, context)
     if run:
         run.update(surgery=report.to_dict(), flops_per_token={**asdict(flops), "ceiling": flops.ceiling})
-        run.log(f"{report}\n{config.name}: {folder_line(run)}")
+        run.log(f"surgery\n{report}")
+        run.say(str(report).splitlines()[-1])
     model.to(accelerator.device)
     optimizers = make_optimizers(model, config.train)
     if config.system.compile:
@@ -193,9 +206,6 @@ def _operate(
     run.log(f"{status} at step {progress.step}: best {task.describe(progress.best) if progress.best else '-'}")
     run.close(status, flops_per_token=flops.total, peak=peak, totals=totals)
     if stopped_by:
+        run.say(f"stopped at step {progress.step}; the same command goes on from there")
         raise SystemExit(128 + stopped_by)
     return run.facts
-
-
-def folder_line(run: Run) -> str:
-    return f"run {run.facts['id']} in {run.folder}"
