@@ -207,7 +207,7 @@ def set_word(raw: dict[str, Any], word: str) -> None:
         if not isinstance(inner, dict):
             raise ValueError(f"{key}: {section} is a value, not a section")
         place = inner
-    if not sections and isinstance(place.get(last), dict) and isinstance(value, str) and last in MAIN_FIELD:
+    if isinstance(place.get(last), dict) and isinstance(value, str) and last in MAIN_FIELD:
         place[last][MAIN_FIELD[last]] = value  # `method=oelm` keeps the section's other fields
     else:
         place[last] = value

@@ -32,7 +32,7 @@ def study_file(tmp_path):
 
 def packed(cell, **facts):
     record = {"schema": 1, "id": cell.config.id, "science": cell.config.science(), "status": "finished", "error": None}
-    record |= {"config": {"out": "scratch"}, "data_sha256": {"train": "1", "val": "2"}, "updated": 0.0}
+    record |= {"config": {"out": "scratch"}, "data_sha256": {"train": "1", "val": "2"}, "started": 0.0, "updated": 0.0}
     record |= {"totals": {"best": {"loss": 1.0}}} | facts
     return {"run.json": json.dumps(record).encode(), "metrics.jsonl": b"", "best/model.safetensors": b"weights"}
 

@@ -124,6 +124,7 @@ def test_slots_times_threads_fill_the_cores():
     assert share_cores(Execution(), None) == (CORES, 1)
     assert share_cores(Execution(slots=1), None) == (1, CORES)
     assert share_cores(Execution(), CORES) == (1, CORES)
+    assert share_cores(Execution(slots=1), 1) == (1, 1)  # as the study says
     assert share_cores(Execution(runs_per_gpu=2), None, gpus=3) == (6, max(1, CORES // 6))
 
 
@@ -220,7 +221,7 @@ def launch(tmp_path):
 @pytest.mark.slow
 def test_two_launchers_share_a_study_and_no_run_is_done_twice(study_file, launch):
     path = study_file(lr={"grid": [1e-3, 2e-3]}, seeds=[0, 1, 2])
-    words = ["base.train.max_steps=200", "base.train.eval_every=100", "execution.slots=1"]
+    words = ["base.train.max_steps=200", "base.train.eval_every=100", "execution.slots=1", "base.system.threads=1"]
     launchers = [launch(path, *words) for _ in range(2)]
     output = [process.communicate(timeout=300)[0] for process in launchers]
     assert [process.returncode for process in launchers] == [0, 0], output

@@ -106,10 +106,8 @@ def prepare_data(data: DataConfig, system: SystemConfig, progress: bool) -> tupl
 def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
     """Runs or takes up one run and returns its record; raises SystemExit with the signal's code when stopped."""
     folder, stopper = config.folder, Stopper()
-    if (folder / "run.json").exists():
-        found = read_run(folder)
-        if found["status"] == "finished" and found["science"] == config.science():
-            return found
+    if finished := _finished(config):
+        return finished
     if config.system.threads:
         torch.set_num_threads(config.system.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -132,6 +130,8 @@ def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         with stopper.listening():
             return _operate(config, accelerator, None, stopper, quiet, None)
     with claimed(folder):
+        if accelerator.num_processes == 1 and (finished := _finished(config)):  # by another launcher, meanwhile
+            return finished
         tokens_folder, manifest = prepare_data(config.data, config.system, not quiet)
         facts = {
             "id": config.id, "name": config.name, "config": config.model_dump(mode="json"), "science": config.science(),
@@ -156,6 +156,14 @@ def pretrain(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
                 run.log("stopped at once" if stopped else f"failed: {error}")
                 run.close("stopped", error=None) if stopped else run.close("failed", error=text)
             raise
+
+
+def _finished(config: RunConfig) -> dict[str, Any] | None:
+    """The run's record, if it is finished already."""
+    if not (config.folder / "run.json").exists():
+        return None
+    found = read_run(config.folder)
+    return found if found["status"] == "finished" and found["science"] == config.science() else None
 
 
 def _check(config: RunConfig) -> None:
