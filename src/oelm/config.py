@@ -142,8 +142,11 @@ class RunConfig(Section):
     system: SystemConfig = SystemConfig()
 
     def science(self) -> dict[str, Any]:
-        """What decides the numbers: all but the name, the folder and the system section."""
-        return self.model_dump(mode="json", exclude={"name", "out", "system"})
+        """What decides the numbers: all but the name, the folder and the system section.
+
+        Without what is not set, so that a field added later, left at None, changes no id of a run already made.
+        """
+        return self.model_dump(mode="json", exclude={"name", "out", "system"}, exclude_none=True)
 
     @property
     def id(self) -> str:
