@@ -83,18 +83,38 @@ class DataConfig(Section):
     val_fraction: float = Field(0.01, gt=0, lt=1)  # of the documents, where the corpus has no validation split
 
 
+class TaskConfig(Section):
+    """Which labelled texts to fine-tune on. A run without this section is a language model's."""
+
+    name: str  # from `oelm ls`, or `own`: files, columns and labels given below
+    path: str | None = None  # folder with local files in the task's own layout; default: the hub
+    revision: str | None = None  # on the hub; default: the pinned one
+    language: str | None = None  # of xnli; default: en
+    train: str | list[str] | None = None  # files, instead of those found in `path`: .tsv .csv .jsonl .parquet [.xz .gz]
+    validation: str | list[str] | None = None
+    test: str | list[str] | None = None
+    text: list[str] | None = Field(None, min_length=1, max_length=2)  # columns of the text, or of the pair
+    label: str | None = None  # column of the label
+    labels: list[str] | None = Field(None, min_length=2)  # its values, in the order of the class numbers
+    style: Literal["classify", "text"] = "classify"  # text: an encoder-decoder that writes the label's name
+    max_length: int = Field(128, ge=4)  # tokens; longer texts are cut and counted
+    train_examples: int | None = Field(None, ge=1)  # a fixed subset, the same for every seed and arm
+
+
 class TrainConfig(Section):
     """How to train."""
 
-    max_steps: int = Field(1000, ge=1)
+    max_steps: int | None = Field(None, ge=1)  # left out: 1000, or what `epochs` makes
+    epochs: float | None = Field(None, gt=0)  # of a task, in place of max_steps
     max_tokens: int | None = Field(None, ge=1)  # ends earlier, at a whole step
     max_time: float | None = Field(None, gt=0)  # seconds of training, evaluation and checkpoints not counted
     batch_size: int = Field(16, ge=1)  # sequences per step, over all processes together
     accumulate: int = Field(1, ge=1)  # cut the batch into this many micro-batches
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the layers, AdamW for the rest
     lr: float = Field(1e-3, gt=0)
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)  # the cosine's floor, as a share of lr
-    warmup_steps: int = Field(100, ge=0)  # left out: 100, or a tenth of a shorter run
+    decay: Literal["cosine", "linear"] | None = None  # after the warm-up; left out: cosine
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)  # the decay's floor, as a share of lr
+    warmup_steps: int | None = Field(None, ge=0)  # left out: 100, or a tenth of a shorter run
     weight_decay: float = Field(0.1, ge=0)  # on matrices only
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float | None = Field(1.0, gt=0)
@@ -107,11 +127,18 @@ class TrainConfig(Section):
     def _fits(self) -> Self:
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate: {self.accumulate} micro-batches do not divide batch_size={self.batch_size}")
-        if "warmup_steps" not in self.model_fields_set:
-            object.__setattr__(self, "warmup_steps", min(self.warmup_steps, self.max_steps // 10))
-        if self.warmup_steps >= self.max_steps:
+        if self.epochs is None:
+            object.__setattr__(self, "max_steps", self.max_steps or 1000)
+            object.__setattr__(self, "warmup_steps", self.warmup(self.max_steps or 1000))
+        elif self.max_steps is not None:
+            raise ValueError("epochs: give epochs or max_steps, not both")
+        if self.max_steps and self.warmup_steps and self.warmup_steps >= self.max_steps:
             raise ValueError(f"warmup_steps: {self.warmup_steps} must be less than max_steps={self.max_steps}")
         return self
+
+    def warmup(self, total: int) -> int:
+        """Steps of warm-up in a run of `total` steps."""
+        return min(100, total // 10) if self.warmup_steps is None else self.warmup_steps
 
 
 class SystemConfig(Section):
@@ -128,25 +155,53 @@ class SystemConfig(Section):
     trackers: list[str] = []  # tensorboard, wandb, mlflow, ...: any of Accelerate's
 
 
+# What a run with a task has where it says nothing: the habits of encoder fine-tuning.
+FINE_TUNING: dict[str, dict[str, Any]] = {
+    "model": {"name": "minilm-l6"},
+    "train": {"lr": 5e-5, "decay": "linear", "min_lr_ratio": 0.0, "weight_decay": 0.01, "betas": (0.9, 0.999)},
+}
+
+
 class RunConfig(Section):
     """One run."""
 
     name: str = "run"
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
-    data: DataConfig = DataConfig()
+    data: DataConfig = DataConfig()  # of a language model
+    task: TaskConfig | None = None  # of a classifier
     train: TrainConfig = TrainConfig()
     init_seed: int = Field(0, ge=0, lt=2**31)
     data_seed: int = Field(0, ge=0, lt=2**31)
     out: str | None = None  # the run folder; default: runs_dir/<name>-<id>
     system: SystemConfig = SystemConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _habits(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or raw.get("task") is None:
+            return raw
+        given = {name: raw.get(name, {}) for name in FINE_TUNING}
+        return raw | {k: FINE_TUNING[k] | v if isinstance(v, dict) else v for k, v in given.items()}
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.task is None and self.train.epochs is not None:
+            raise ValueError("train.epochs: a language model draws its texts at random; give train.max_steps")
+        return self
+
     def science(self) -> dict[str, Any]:
         """What decides the numbers: all but the name, the folder and the system section.
 
         Without what is not set, so that a field added later, left at None, changes no id of a run already made.
         """
-        return self.model_dump(mode="json", exclude={"name", "out", "system"}, exclude_none=True)
+        unused = {"data"} if self.task else set()
+        return self.model_dump(mode="json", exclude={"name", "out", "system"} | unused, exclude_none=True)
+
+    @property
+    def source(self) -> str:
+        """What decides the data: runs with the same have the same texts."""
+        return (self.task or self.data).model_dump_json()
 
     @property
     def id(self) -> str:
@@ -159,7 +214,7 @@ class RunConfig(Section):
         return Path(self.out) if self.out else Path(self.system.runs_dir) / f"{self.name}-{self.id}"
 
 
-MAIN_FIELD = {"model": "name", "method": "arm", "data": "corpus"}
+MAIN_FIELD = {"model": "name", "method": "arm", "data": "corpus", "task": "name"}
 
 
 def load_config(path: Path | None = None, words: Iterable[str] = ()) -> RunConfig:

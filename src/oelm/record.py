@@ -4,6 +4,7 @@ run.json           what the run is and how it stands: config, environment, surge
 metrics.jsonl      one object a line: train (losses and seconds of some steps), eval, checkpoint, resume
 training.log       the same for people
 timing_stats.json  derived from metrics.jsonl when the run pauses or ends
+predictions.json   of a classifier: the best model's class for every example of the splits it was measured on
 best/              the best model so far as a Hugging Face folder
 last/, previous/   the two newest checkpoints
 """
@@ -186,6 +187,26 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return metrics
 
 
+def write_predictions(folder: Path, step: int, splits: dict[str, dict[str, list[int]]]) -> None:
+    """`splits`: name -> {"labels": [...], "predicted": [...]}, examples in the order of their file."""
+    text = json.dumps({"step": step, "splits": splits}, separators=(",", ":"))
+    write_atomically(folder / "predictions.json", text + "\n")
+
+
+def read_predictions(folder: Path) -> dict[str, dict[str, list[int]]]:
+    """The splits of predictions.json, checked."""
+    path = folder / "predictions.json"
+    try:
+        splits = json.loads(path.read_text(encoding="utf-8"))["splits"]
+        for name, split in splits.items():
+            labels, predicted = split["labels"], split["predicted"]
+            if not labels or len(labels) != len(predicted) or {type(n) for n in labels + predicted} != {int}:
+                raise ValueError(f"split {name} does not hold one whole number for each example")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged predictions ({type(error).__name__}: {error})") from None
+    return splits
+
+
 def losses(metrics: list[dict[str, Any]]) -> list[float]:
     """The training loss of every step, in order."""
     return [loss for line in metrics if line["kind"] == "train" for loss in line["loss"]]
@@ -211,7 +232,7 @@ def timing_stats(
         "resumes": sum(line["kind"] == "resume" for line in metrics),
     }
     if measured:
-        tokens = next(line["tokens"] for line in train)
+        tokens = math.fsum(line["tokens"] * len(line["seconds"]) for line in train) / len(everything)
         ordered = sorted(measured)
         median = statistics.median(ordered)
         stats |= {
@@ -219,10 +240,12 @@ def timing_stats(
             "median_step": median,
             "p95_step": ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)],
             "phases": {p: math.fsum(line["phases"][p] for line in train) / len(measured) for p in PHASES},
-            "tokens_per_second": tokens / median,
         }
+        # Steps of one size: the median forgives a busy machine. Steps of many sizes: only their mean is a rate.
+        equal = len({line["tokens"] for line in train}) == 1
+        stats["tokens_per_second"] = tokens / (median if equal else stats["mean_step"])
         if flops_per_token and peak:
-            stats |= {"matmul_peak_flops": peak, "mfu": flops_per_token * tokens / median / peak}
+            stats |= {"matmul_peak_flops": peak, "mfu": flops_per_token * stats["tokens_per_second"] / peak}
     return stats
 
 

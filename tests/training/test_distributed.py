@@ -11,7 +11,7 @@ import pytest
 from tiny import tiny_config, words_for, write_corpus
 
 from oelm.record import evaluations, losses, read_metrics, read_run
-from oelm.training.pretrain import pretrain
+from oelm.training.run import run_training
 
 
 def launch(corpus, out, *more):
@@ -31,7 +31,7 @@ def finish(process):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_processes_give_the_losses_of_one(tmp_path, accumulate):
     corpus = write_corpus(tmp_path)
-    pretrain(tiny_config(corpus, tmp_path / "one"), quiet=True)
+    run_training(tiny_config(corpus, tmp_path / "one"), quiet=True)
     finish(launch(corpus, tmp_path / "two", f"train.accumulate={accumulate}"))
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)

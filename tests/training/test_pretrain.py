@@ -22,7 +22,8 @@ from oelm.training import checkpoint
 from oelm.training import pretrain as pretrain_module
 from oelm.training.audit import audit
 from oelm.training.loop import TrainingFailed
-from oelm.training.pretrain import data_folder, prepare_data, pretrain
+from oelm.training.pretrain import data_folder, prepare_data
+from oelm.training.run import run_training
 
 
 @pytest.fixture(scope="session")
@@ -33,12 +34,12 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def finished(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "run"
-    pretrain(tiny_config(corpus, out), quiet=True)
+    run_training(tiny_config(corpus, out), quiet=True)
     return out
 
 
 def curve(config):
-    pretrain(config, quiet=True)
+    run_training(config, quiet=True)
     return losses(read_metrics(config.folder))
 
 
@@ -142,7 +143,7 @@ def test_all_arms_see_the_same_batches_at_the_same_seed(corpus, tmp_path, monkey
     def batches(*words):
         real, found = pretrain_module.train_batch, []
         monkeypatch.setattr(pretrain_module, "train_batch", lambda *a, **k: found.append(real(*a, **k)) or found[-1])
-        pretrain(tiny_config(corpus, tmp_path / "-".join(words), *words), quiet=True)
+        run_training(tiny_config(corpus, tmp_path / "-".join(words), *words), quiet=True)
         monkeypatch.undo()
         return torch.stack([x for x, _ in found])
 
@@ -160,7 +161,7 @@ def test_muon_trains_the_matrices(corpus, tmp_path):
 @pytest.mark.parametrize(("limit", "steps"), [("train.max_tokens=1000", 7), ("train.max_time=1e-9", 10)])
 def test_ends_early_at_a_whole_step(corpus, tmp_path, limit, steps):
     config = tiny_config(corpus, tmp_path / "run", limit, "train.warmup_steps=2")
-    record = pretrain(config, quiet=True)
+    record = run_training(config, quiet=True)
     assert record["status"] == "finished"
     assert record["totals"]["steps"] == steps
     assert record["totals"]["best"]["step"] == steps  # evaluated at its end
@@ -168,7 +169,7 @@ def test_ends_early_at_a_whole_step(corpus, tmp_path, limit, steps):
 
 def test_tensorboard_by_config(corpus, tmp_path):
     config = tiny_config(corpus, tmp_path / "run", "system.trackers=[tensorboard]")
-    pretrain(config, quiet=True)
+    run_training(config, quiet=True)
     assert list(config.folder.rglob("events.out.tfevents*"))
 
 
@@ -192,7 +193,7 @@ def test_a_nan_loss_names_step_and_rate_and_keeps_the_last_good_checkpoint(corpu
 
     monkeypatch.setattr(GPT, "forward", poisoned)
     with pytest.raises(TrainingFailed, match="loss is not finite at step 13, learning rate 0.000597"):
-        pretrain(config, quiet=True)
+        run_training(config, quiet=True)
     record = read_run(config.folder)
     assert record["status"] == "failed"
     assert "not finite at step 13" in record["error"]
@@ -200,14 +201,14 @@ def test_a_nan_loss_names_step_and_rate_and_keeps_the_last_good_checkpoint(corpu
     assert len(losses(read_metrics(config.folder))) == 10  # no stand-in values
 
     monkeypatch.undo()  # whatever made it fail is mended: the same command goes on
-    assert pretrain(config, quiet=True)["status"] == "finished"
+    assert run_training(config, quiet=True)["status"] == "finished"
 
 
 def test_weights_that_turned_nan_are_never_saved_as_a_checkpoint(corpus, tmp_path):
     words = ["train.lr=1e38", "train.warmup_steps=0", "system.checkpoint_every=1"]
     config = tiny_config(corpus, tmp_path / "run", *words)
     with pytest.raises(TrainingFailed, match="is not finite .*step [12].*; the last good checkpoint is kept"):
-        pretrain(config, quiet=True)
+        run_training(config, quiet=True)
     if (config.folder / "last").exists():
         weights = load_file(config.folder / "last" / "weights.safetensors")
         assert all(t.isfinite().all() for t in weights.values())
@@ -225,7 +226,7 @@ def stop_half_way(config, monkeypatch):
 
     monkeypatch.setattr(pretrain_module, "train_batch", breaks)
     with pytest.raises(RuntimeError, match="pulled the plug"):
-        pretrain(config, quiet=True)
+        run_training(config, quiet=True)
     monkeypatch.undo()
     assert read_run(config.folder)["status"] == "failed"
 
@@ -243,7 +244,7 @@ def test_when_every_checkpoint_is_damaged_nothing_is_buried(corpus, tmp_path, mo
         flip_last_byte(config.folder / name / "weights.safetensors")
     before = (config.folder / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match="damaged checkpoint .* no whole one to go on from"):
-        pretrain(config, quiet=True)
+        run_training(config, quiet=True)
     assert (config.folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -251,7 +252,7 @@ def test_a_damaged_checkpoint_never_takes_the_place_of_a_whole_one(corpus, tmp_p
     config = tiny_config(corpus, tmp_path / "run", "system.checkpoint_every=5")
     stop_half_way(config, monkeypatch)
     flip_last_byte(config.folder / "last" / "weights.safetensors")
-    assert pretrain(config, quiet=True)["status"] == "finished"
+    assert run_training(config, quiet=True)["status"] == "finished"
     steps = {
         name: json.loads((config.folder / name / "meta.json").read_text())["step"] for name in ("last", "previous")
     }
@@ -265,7 +266,7 @@ def test_shortened_metrics_are_refused(corpus, tmp_path, monkeypatch):
     path = config.folder / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match=r"metrics.jsonl: is shorter than its checkpoint says \(200 of"):
-        pretrain(config, quiet=True)
+        run_training(config, quiet=True)
 
 
 def test_changed_data_are_refused(tmp_path, monkeypatch):
@@ -274,13 +275,13 @@ def test_changed_data_are_refused(tmp_path, monkeypatch):
     stop_half_way(config, monkeypatch)
     write_corpus(tmp_path, documents=90)
     with pytest.raises(ValueError, match="data_sha256 has changed since this run began"):
-        pretrain(config, quiet=True)
+        run_training(config, quiet=True)
 
 
 def test_time_spent_on_checkpoints_adds_up_over_interruptions(corpus, tmp_path, monkeypatch):
     config = tiny_config(corpus, tmp_path / "run", "system.checkpoint_every=5")
     stop_half_way(config, monkeypatch)
-    pretrain(config, quiet=True)
+    run_training(config, quiet=True)
     lines = [line for line in read_metrics(config.folder) if line["kind"] in ("checkpoint", "resume")]
     assert [(line["kind"], line["step"]) for line in lines] == [
         ("checkpoint", 5), ("checkpoint", 10), ("resume", 10), ("checkpoint", 15), ("checkpoint", 20)
@@ -318,7 +319,7 @@ def test_bad_input_is_one_clear_line(tmp_path, words, spoil, message):
         folder, _ = prepare_data(tiny_config(corpus, tmp_path).data, tiny_config(corpus, tmp_path).system, False)
         spoil(folder)
     with pytest.raises(ValueError, match=message):
-        pretrain(tiny_config(corpus, tmp_path / "run", *words), quiet=True)
+        run_training(tiny_config(corpus, tmp_path / "run", *words), quiet=True)
     if (tmp_path / "run" / "run.json").exists():
         assert read_run(tmp_path / "run")["status"] == "failed"
 
@@ -329,13 +330,13 @@ def test_a_truncated_file_is_prepared_again(tmp_path):
     folder, before = prepare_data(config.data, config.system, False)
     truncate(folder)
     assert prepare_data(config.data, config.system, False)[1] == before
-    assert pretrain(config, quiet=True)["status"] == "finished"
+    assert run_training(config, quiet=True)["status"] == "finished"
 
 
 def test_an_unwritable_folder_is_one_clear_line(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\); choose another folder with out="):
-        pretrain(tiny_config(corpus, tmp_path / "file" / "run"), quiet=True)
+        run_training(tiny_config(corpus, tmp_path / "file" / "run"), quiet=True)
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(corpus, tmp_path, monkeypatch):
@@ -350,7 +351,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(corpus, tmp_path, monkeypatc
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(ValueError, match=r"run: cannot be written \(.*No space left.*what was saved before is kept"):
-        pretrain(config, quiet=True)
+        run_training(config, quiet=True)
     assert read_run(config.folder)["status"] == "failed"
     assert json.loads((config.folder / "last" / "meta.json").read_text())["step"] == 10
     assert not (config.folder / ".saving").exists()
@@ -361,17 +362,17 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(corpus, tmp_path, monkeypatc
 
 def test_a_checkpoint_of_another_model_is_refused(corpus, tmp_path):
     one, other = tiny_config(corpus, tmp_path / "a"), tiny_config(corpus, tmp_path / "b", "model.n_layer=1")
-    pretrain(one, quiet=True)
+    run_training(one, quiet=True)
     other.folder.mkdir()
     shutil.copytree(one.folder / "last", other.folder / "last")
     with pytest.raises(ValueError, match="is of another model"):
-        pretrain(other, quiet=True)
+        run_training(other, quiet=True)
 
 
 def test_bf16_autocast_runs_when_asked(corpus, tmp_path):
     AcceleratorState._reset_state()
     try:
-        record = pretrain(tiny_config(corpus, tmp_path / "run", "train.precision=bf16"), quiet=True)
+        record = run_training(tiny_config(corpus, tmp_path / "run", "train.precision=bf16"), quiet=True)
     finally:
         AcceleratorState._reset_state()
     assert record["precision"] == "bf16"

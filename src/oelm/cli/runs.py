@@ -53,12 +53,11 @@ def train(
     alias = [f"{key}={value}" for key, value in given.items() if value is not None]
     study = ["model=medium-512", "data.tokenizer=gpt2", "train.batch_size=8"] if alias and not file else []
     config = load_config(file, [*study, *alias, *settings])
-    from ..training.pretrain import pretrain
+    from ..training.run import run_training, summary
 
-    record = pretrain(config)
+    record = run_training(config)
     if record and os.environ.get("RANK", "0") == "0":
-        best = record["totals"]["best"]
-        print(f"{record['status']}: best PPL {best['ppl']:.2f} ({best['loss']:.4f} nats) at step {best['step']:.0f}")
+        print(summary(record))
         print(config.folder)
 
 

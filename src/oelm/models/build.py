@@ -55,19 +55,15 @@ def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.M
         return build_gpt(ModelConfig(name=name), vocab, seed=0), f"preset {name}, vocabulary {vocab:,}, random weights"
     labels = {} if num_labels is None else {"num_labels": num_labels}
     if name and Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
-            raise FileNotFoundError(f"{name}: no config.json in this folder, so no model to inspect")
+        config, origin = config_for(name, name, labels), f"configuration in {name}"
         if any(Path(name).glob("*.safetensors")):
-            cls = _class_for(AutoConfig.from_pretrained(name, **labels))
-            return cls.from_pretrained(name, **labels), f"weights in {name}"
-        config, origin = AutoConfig.from_pretrained(name, **labels), f"configuration in {name}"
+            return _class_for(config).from_pretrained(name, **labels), f"weights in {name}"
     elif name in FROM_CONFIG:
-        kind, fields = FROM_CONFIG[name]
-        config, origin = AutoConfig.for_model(kind, **fields, **labels), f"configuration of {name}"
+        config, origin = config_for(name, name, labels), f"configuration of {name}"
     elif name in CONFIG_MAPPING:
         config, origin = AutoConfig.for_model(name, **labels), f"default configuration of architecture {name}"
     else:
-        config, origin = _hub_config(name, labels), f"configuration of {name} from the hub"
+        config, origin = config_for(name, name, labels), f"configuration of {name} from the hub"
     try:
         with torch.device("meta"):
             model = _class_for(config)(config)
@@ -100,17 +96,30 @@ def _class_for(config: Any) -> Any:
     raise ValueError(f"model: transformers has no model for architecture {config.model_type!r}")
 
 
-def _hub_config(name: str, labels: dict[str, int]) -> Any:
+def config_for(source: str, name: str, fields: dict[str, Any] | None = None) -> Any:
+    """The Hugging Face configuration of a folder, a name known here, or a name on the hub; `name` is for errors."""
     from huggingface_hub.utils import logging
     from transformers import AutoConfig
 
+    fields = fields or {}
+    if source and Path(source).is_dir():
+        if not (Path(source) / "config.json").is_file():
+            raise FileNotFoundError(f"{name}: no config.json in this folder, so no model there")
+        return AutoConfig.from_pretrained(source, **fields)
+    if source in FROM_CONFIG:
+        kind, known = FROM_CONFIG[source]
+        return AutoConfig.for_model(kind, **known, **fields)
     logging.set_verbosity_error()  # its retries would bury the one line that matters
     try:
-        return AutoConfig.from_pretrained(name, **labels)
+        return AutoConfig.from_pretrained(source, **fields)
     except (OSError, ValueError):
-        known = [*PRESETS, *FROM_CONFIG]
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known without the hub: {', '.join(known)}, any architecture"
-        raise ValueError(
-            f"{name or 'an empty name'}: neither a preset, a folder, nor a model the hub gives us; {hint}"
-        ) from None
+        raise no_such_model(name) from None
+
+
+def no_such_model(name: str) -> ValueError:
+    known = [*PRESETS, *FROM_CONFIG]
+    near = get_close_matches(name, known, n=1)
+    if name in FROM_CONFIG:
+        return ValueError(f"{name}: the hub does not give us its weights; download it and pass its folder")
+    hint = f"did you mean {near[0]!r}?" if near else f"known without the hub: {', '.join(known)}, any architecture"
+    return ValueError(f"{name or 'an empty name'}: neither a preset, a folder, nor a model the hub gives us; {hint}")

@@ -119,7 +119,7 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, metric: str)
         raise ValueError(f"run.json has best loss {best['loss']}, the evaluations in metrics.jsonl {lowest}")
     if len(losses) != totals["steps"]:
         raise ValueError(f"run.json counts {totals['steps']} steps, metrics.jsonl {len(losses)}")
-    stride = -(-config.train.max_steps // BINS)
+    stride = -(-(config.train.max_steps or totals["steps"]) // BINS)
     return Measured(
         id=facts["id"], folder=path.name, cell=config.id,
         value=best["loss"] if metric == "loss" else 1 - best["accuracy"], best=best,

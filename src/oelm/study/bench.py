@@ -17,9 +17,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..config import RunConfig
+from ..data.tasks import describe
 from ..flops import count_flops
 from ..method.surgery import apply_oelm
 from ..models.build import build_gpt
+from ..models.classifiers import build_classifier
 from ..record import PHASES
 from ..runtime import choose_precision, environment, measure_peak, peak_memory
 from ..training.clock import Clock
@@ -37,16 +39,21 @@ class RandomTokens:
     vocab_size: int
     batch_size: int
     context: int
+    classes: int | None = None  # of a classifier; None for a language model
 
-    @property
-    def tokens_per_step(self) -> int:
+    steps_per_epoch = None
+
+    def tokens(self, step: int) -> int:
         return self.batch_size * self.context
 
     def batch(self, step: int, part: int, parts: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(self.vocab_size, (self.batch_size, self.context + 1), generator=generator)
-        share = slice(part * self.batch_size // parts, (part + 1) * self.batch_size // parts)
-        return {"input_ids": ids[share, :-1].contiguous(), "shift_labels": ids[share, 1:].contiguous()}
+        ids = ids[part * self.batch_size // parts : (part + 1) * self.batch_size // parts]
+        x = ids[:, :-1].contiguous()
+        if self.classes is None:
+            return {"input_ids": x, "shift_labels": ids[:, 1:].contiguous()}
+        return {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": ids[:, -1] % self.classes}
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         raise TypeError("a benchmark has nothing to evaluate")
@@ -58,16 +65,31 @@ class RandomTokens:
         raise TypeError("a benchmark has nothing to save")
 
 
+def random_model(config: RunConfig, vocab_size: int) -> tuple[Any, int, int | None]:
+    """The run's model with random weights, its tokens per sequence, and its classes if it is a classifier.
+
+    A task's sequences are taken to be `task.max_length` long."""
+    if config.task is None:
+        model = build_gpt(config.model, vocab_size, config.init_seed)
+        return model, model.config.context, None
+    labels = describe(config.task).labels
+    return (
+        build_classifier(config.model, labels, config.init_seed, pretrained=False),
+        config.task.max_length,
+        len(labels),
+    )
+
+
 class Contender:
     """One arm, built as a run would build it, and a clock of its own."""
 
     def __init__(self, config: RunConfig, arm: str, vocab_size: int, accelerator: Accelerator) -> None:
         self.config, self.accelerator, self.arm = config, accelerator, arm
         method = config.method.model_copy(update={"arm": arm})
-        model = build_gpt(config.model, vocab_size, config.init_seed)
+        model, context, classes = random_model(config, vocab_size)
         self.report = apply_oelm(model, method.oelm(config.init_seed))
-        self.flops = count_flops(model, model.config.context)
-        self.task = RandomTokens(vocab_size, config.train.batch_size, model.config.context)
+        self.flops = count_flops(model, context)
+        self.task = RandomTokens(model.config.vocab_size, config.train.batch_size, context, classes)
         model.to(accelerator.device)
         optimizers = make_optimizers(model, config.train)
         if config.system.compile:
@@ -122,8 +144,8 @@ def bench_step(
             "ceiling": ceiling,
             "above_ceiling": bool(ratio.interval and 1 - ratio.interval.high > max(ceiling, 0.0)),
             "phases": {phase: total / len(contender.seconds) for phase, total in contender.phases.items()},
-            "tokens_per_second": contender.task.tokens_per_step / median,
-            "mfu": contender.flops.total * contender.task.tokens_per_step / median / peak,
+            "tokens_per_second": contender.task.tokens(0) / median,
+            "mfu": contender.flops.total * contender.task.tokens(0) / median / peak,
             "trained": contender.report.trainable,
             "frozen": contender.report.frozen,
             "peak_memory": _memory_alone(config, contender.arm, vocab_size) if memory else None,

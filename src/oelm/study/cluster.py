@@ -23,7 +23,7 @@ from .watch import is_claimed, look, unsettled
 
 RETRIES = 3  # of a run whose node or worker dies; it starts anew elsewhere
 IN_FLIGHT = 256  # runs handed to Ray at a time: each holds its claim, which is an open file
-RECORD = ("metrics.jsonl", "timing_stats.json", "training.log", "run.json")
+RECORD = ("metrics.jsonl", "timing_stats.json", "training.log", "predictions.json", "run.json")
 
 Files = dict[str, bytes]  # path inside the run folder -> content
 
@@ -93,10 +93,10 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
     `tokens` holds the checksums of each corpus's tokens; a node that prepared other tokens is refused.
     """
     record = json.loads(files["run.json"])
-    expected = tokens.setdefault(cell.config.data.model_dump_json(), record["data_sha256"])
+    expected = tokens.setdefault(cell.config.source, record["data_sha256"])
     if record["data_sha256"] != expected:
         raise ValueError(
-            f"trained on other tokens of {cell.config.data.corpus} than the runs before; give all nodes one "
+            "trained on other texts than the runs before; give all nodes one "
             "base.system.data_dir, or the same files and versions"
         )
     record["config"] = cell.config.model_dump(mode="json")  # the node's scratch folder is gone
@@ -117,7 +117,7 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
 
 def _run_and_pack(config: RunConfig, threads: int, home: str, keep_model: bool) -> Files:
     """On a node: one run in a scratch folder. A run that failed comes back as such, with its traceback."""
-    from ..training.pretrain import pretrain
+    from ..training.run import run_training
 
     if os.path.isdir(home):  # so that relative paths mean on a shared disk what they mean at home
         os.chdir(home)
@@ -125,7 +125,7 @@ def _run_and_pack(config: RunConfig, threads: int, home: str, keep_model: bool) 
         folder = Path(scratch) / "run"
         system = config.system.model_copy(update={"threads": threads})
         try:
-            pretrain(config.model_copy(update={"out": str(folder), "system": system}), quiet=True)
+            run_training(config.model_copy(update={"out": str(folder), "system": system}), quiet=True)
         except Exception:
             if not (folder / "run.json").exists():
                 raise
@@ -135,7 +135,7 @@ def _run_and_pack(config: RunConfig, threads: int, home: str, keep_model: bool) 
 
 def _tokens_so_far(cells: Sequence[Cell]) -> dict[str, Any]:
     finished = [(cell, seen.record) for cell in cells if (seen := look(cell)).record and seen.status == "finished"]
-    return {cell.config.data.model_dump_json(): record["data_sha256"] for cell, record in finished if record}
+    return {cell.config.source: record["data_sha256"] for cell, record in finished if record}
 
 
 def _connect(address: str | None) -> Any:

@@ -109,7 +109,7 @@ class _Launcher:
 
     def _prepare(self) -> None:
         """Each corpus once, before the runs could all try."""
-        wanted = {cell.config.data.model_dump_json(): cell.config for cell in self.queue}
+        wanted = {cell.config.source: cell.config for cell in self.queue if not cell.config.task}
         for config in wanted.values():
             with ProcessPoolExecutor(1, mp_context=self.context) as pool:
                 pool.submit(_prepare, config.data, config.system).result()
@@ -254,10 +254,10 @@ def _child(config: RunConfig, gpu: str | None) -> None:
     os.dup2(console, 2)
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    from ..training.pretrain import pretrain
+    from ..training.run import run_training
 
     try:
-        pretrain(config)
+        run_training(config)
     except ValueError:
         if is_claimed(config.folder):
             sys.exit(BUSY)
@@ -273,7 +273,7 @@ def _prepare(data: DataConfig, system: SystemConfig) -> None:
 
 def _start_forkserver() -> None:
     """A server that has imported the training and forks a child for each run. Ctrl-C is none of its business."""
-    multiprocessing.set_forkserver_preload(["oelm.training.pretrain", "oelm.study.execute"])
+    multiprocessing.set_forkserver_preload(["oelm.training.run", "oelm.study.execute"])
     with _handling(signal.SIGINT, signal.SIG_IGN):  # inherited
         multiprocessing.forkserver.ensure_running()
 

@@ -33,6 +33,7 @@ class Decide(Section):
     """The rule, written before the runs."""
 
     metric: Literal["loss", "accuracy"] = "loss"
+    split: str | None = None  # of a task, on which accuracy is compared; left out: validation
     baseline: str = "baseline"
     confidence: float = Field(0.95, gt=0.5, lt=1)
     margin: float = Field(1.05, gt=1)  # largest acceptable ratio of perplexities; for accuracy see margin_points

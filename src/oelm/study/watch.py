@@ -158,9 +158,7 @@ def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
         return row | {"status": "damaged"}
     if train:
         seconds = sum(train["seconds"]) / len(train["seconds"])
-        steps = cell.config.train.max_steps
-        if cell.config.train.max_tokens is not None:
-            steps = min(steps, max(1, cell.config.train.max_tokens // train["tokens"]))
+        steps = seen.record.get("total_steps") or cell.config.train.max_steps or train["step"]
         row |= {
             "step": train["step"], "percent": 100.0 if seen.status == "finished" else 100 * train["step"] / steps,
             "train_loss": train["loss"][-1], "val_ppl": best,

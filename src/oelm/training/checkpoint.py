@@ -81,14 +81,14 @@ def load_checkpoint(
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(_sharded_like(tensor, tensors[name]))
+                tensor.copy_(sharded_like(tensor, tensors[name]))
         states = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu") if optimizers else []
         for optimizer, state in zip(optimizers, states, strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for index, values in state["state"].items():
                 for key, value in values.items():
                     if value.shape == parameters[index].shape:  # moments, not the step count
-                        values[key] = _sharded_like(parameters[index], value)
+                        values[key] = sharded_like(parameters[index], value)
             optimizer.load_state_dict(state)
         return {**meta, "folder": folder.name}
     if damage:
@@ -143,7 +143,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def _sharded_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def sharded_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not hasattr(target, "device_mesh"):
         return value
     from torch.distributed.tensor import distribute_tensor

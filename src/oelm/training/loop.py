@@ -36,7 +36,10 @@ class Task(Protocol):
     """What a language model and a classifier have in common for the loop."""
 
     @property
-    def tokens_per_step(self) -> int: ...
+    def steps_per_epoch(self) -> int | None: ...
+
+    def tokens(self, step: int) -> int:
+        """Tokens that the whole batch of a step holds, padding included."""
 
     def batch(self, step: int, part: int, parts: int) -> dict[str, Tensor]:
         """The model's arguments for one of `parts` equal shares of a step's batch."""
@@ -60,6 +63,7 @@ class Progress:
     """Where a run stands; all of it goes into a checkpoint."""
 
     step: int = 0
+    tokens: int = 0
     train_seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)
 
@@ -97,10 +101,12 @@ def train(
     Returns where it stands and the signal that stopped it, if one did.
     """
     settings, system, inner = config.train, config.system, unwrap(accelerator.unwrap_model(model))
-    total, folder = total_steps(config, task.tokens_per_step), config.folder
+    total, folder = total_steps(config, task), config.folder
     clock = Clock(accelerator.device)
     progress = _take_up(run, inner, optimizers, config, accelerator)
     screen = Screen(total, progress.step, quiet or run is None)
+    if run:
+        run.update(total_steps=total)
     book = _Bookkeeper(run, screen, clock, task, accelerator, config, total)
 
     def checkpoint() -> None:
@@ -150,14 +156,17 @@ def train(
         screen.close()
 
 
-def total_steps(config: RunConfig, tokens_per_step: int) -> int:
-    """Steps until max_steps or max_tokens, whichever comes first."""
+def total_steps(config: RunConfig, task: Task) -> int:
+    """Steps until max_steps, epochs or max_tokens, whichever comes first."""
     settings = config.train
-    if settings.max_tokens is None:
-        return settings.max_steps
-    total = min(settings.max_steps, max(1, settings.max_tokens // tokens_per_step))
-    if total <= settings.warmup_steps:
-        raise ValueError(f"train.max_tokens: ends at step {total}, inside the warm-up of {settings.warmup_steps} steps")
+    total = settings.max_steps or 0
+    if settings.epochs is not None:
+        assert task.steps_per_epoch is not None  # RunConfig gives epochs to tasks only
+        total = max(1, math.ceil(settings.epochs * task.steps_per_epoch))
+    if settings.max_tokens is not None:
+        total = min(total, max(1, settings.max_tokens // task.tokens(0)))
+    if total <= settings.warmup(total):
+        raise ValueError(f"train.warmup_steps: {settings.warmup(total)}, but the run ends at step {total}")
     return total
 
 
@@ -183,7 +192,7 @@ def _take_up(
         )
     if "scaler" in meta and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(meta["scaler"])
-    progress = Progress(meta["step"], meta["train_seconds"], meta["best"])
+    progress = Progress(meta["step"], meta["tokens"], meta["train_seconds"], meta["best"])
     if not (folder / "best").is_dir():
         progress.best = {}  # the next evaluation writes one
     if run:
@@ -254,6 +263,7 @@ class _Bookkeeper:
         losses = self.accelerator.reduce(stacked, "mean").tolist()
         norms = [float(norm) if norm is not None else None for _, norm in self.pending]
         first = progress.step - len(self.pending)
+        tokens = sum(self.task.tokens(step) for step in range(first, progress.step))
         self.pending = []
         times = self.clock.flush()
         for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
@@ -263,6 +273,7 @@ class _Bookkeeper:
                 lr = learning_rate(first + i, self.config.train, self.total)
                 raise TrainingFailed(f"{what} is not finite at step {first + i + 1}, learning rate {lr:.3g}; {ADVICE}")
         progress.train_seconds += sum(times["seconds"])
+        progress.tokens += tokens
         lr = learning_rate(progress.step - 1, self.config.train, self.total)
         seconds = sum(times["seconds"]) / len(losses)
         if self.run:
@@ -272,13 +283,13 @@ class _Bookkeeper:
                 loss=losses,
                 grad_norm=norms,
                 lr=lr,
-                tokens=self.task.tokens_per_step,
+                tokens=tokens / len(losses),
                 **times,
             )
             self.accelerator.log({"train/loss": losses[-1], "train/lr": lr}, step=progress.step)
         best = self.task.describe(progress.best, brief=True) if progress.best else "-"
         left = (self.total - progress.step) * seconds
-        speed = self.task.tokens_per_step / max(seconds, 1e-9)
+        speed = tokens / len(losses) / max(seconds, 1e-9)
         self.screen.step(progress.step, losses[-1], lr, best, speed, left)
 
 

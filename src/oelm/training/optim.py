@@ -12,12 +12,14 @@ from ..config import TrainConfig
 
 
 def learning_rate(step: int, config: TrainConfig, total: int) -> float:
-    """Linear warm-up, then cosine to the floor at step `total`; `step` counts from 0."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(total - config.warmup_steps, 1)
+    """Linear warm-up, then cosine or a straight line to the floor at step `total`; `step` counts from 0."""
+    warmup = config.warmup(total)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = min((step - warmup) / max(total - warmup, 1), 1.0)
+    left = 1 - done if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     floor = config.lr * config.min_lr_ratio
-    return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    return floor + (config.lr - floor) * left
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:

