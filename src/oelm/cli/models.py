@@ -17,7 +17,7 @@ def list_everything(
     what: Annotated[str | None, typer.Argument(help="settings: every key of a run, its default and meaning")] = None,
     form: Format = "text",
 ) -> None:
-    """List the arms, frame kinds, model presets and corpora; or the settings of a run."""
+    """List the arms, frame kinds, models, corpora and tasks; or the settings of a run."""
     if what not in (None, "settings"):
         raise ValueError(f"{what}: nothing of that name to list; say oelm ls or oelm ls settings")
     if what:
@@ -27,9 +27,11 @@ def list_everything(
         print(json.dumps(listed, indent=2) if is_json(form) else "\n".join(_setting(s) for s in listed))
         return
     from ..data.corpus import CORPORA
+    from ..data.tasks import TASKS
     from ..method.arms import ALIASES, ARMS
     from ..method.frames import KINDS
     from ..models.build import FROM_CONFIG
+    from ..models.classifiers import PACKAGED
     from ..models.gpt import PRESETS
 
     arms = {}
@@ -42,6 +44,9 @@ def list_everything(
         "frame kinds": KINDS,
         "model presets": {name: shape.format(**preset) for name, preset in PRESETS.items()},
         "corpora": {name: known.about for name, known in CORPORA.items()},
+        "tasks": {name: known.about for name, known in TASKS.items()}
+        | {"own": "your files: task.train, .validation, .text (columns), .label (column), .labels"},
+        "encoders": {name: f"pretrained, comes with the package {p}" for name, (p, _) in PACKAGED.items()},
         "known without the hub": {name: f"architecture {kind}" for name, (kind, _) in FROM_CONFIG.items()},
     }
     if is_json(form):

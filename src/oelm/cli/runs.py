@@ -30,6 +30,8 @@ def prepare(words: FileAndWords = None) -> None:
     epilog=examples(
         "oelm train configs/debug.yaml out=runs/debug",
         "oelm train data=stdlib method=oelm-q train.max_steps=500 train.lr=2e-3",
+        "oelm train task=sst2 task.path=glue/SST-2 method=oelm-keep train.epochs=3",
+        "oelm train configs/xnli-02.yaml --dry-run",
         "oelm train --model_type oelm_v2 --dataset tinystories --max_lr 1e-3 --out_dir outputs/GPT-02",
     )
 )
@@ -40,8 +42,13 @@ def train(
     max_lr: Annotated[float | None, typer.Option("--max_lr", help="the study's spelling of train.lr=")] = None,
     max_steps: Annotated[int | None, typer.Option("--max_steps", help="... of train.max_steps=")] = None,
     out_dir: Annotated[str | None, typer.Option("--out_dir", help="... of out=")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="one step with random weights on random tokens; writes nothing")
+    ] = False,
 ) -> None:
-    """One run, from corpus to checkpoint. The same command again goes on where an interrupted run stopped.
+    """One run, from texts to checkpoint. The same command again goes on where an interrupted run stopped.
+
+    A language model's texts are data=..., a classifier's are task=... (see oelm ls).
 
     With one of the study's options and no file, the study's model and data are the defaults (Medium-512, GPT-2
     tokens, batch 8). Several processes: accelerate launch -m oelm.cli train ...
@@ -53,6 +60,12 @@ def train(
     alias = [f"{key}={value}" for key, value in given.items() if value is not None]
     study = ["model=medium-512", "data.tokenizer=gpt2", "train.batch_size=8"] if alias and not file else []
     config = load_config(file, [*study, *alias, *settings])
+    if dry_run:
+        from ..study.plan import vocabulary
+        from ..training.rehearsal import rehearse
+
+        print(rehearse(config, vocabulary(config.data.tokenizer)))
+        return
     from ..training.run import run_training, summary
 
     record = run_training(config)

@@ -139,7 +139,8 @@ def load_task(config: TaskConfig) -> TaskData:
         raise ValueError(f"task={config.name}: some splits have one text column, others two")
     if config.train_examples:
         found["train"] = found["train"].subset(config.train_examples)
-    return TaskData(known.labels, known.metric, found, dropped)
+    order = sorted(found, key=lambda split: (split != "train", split != "validation", split))
+    return TaskData(known.labels, known.metric, {split: found[split] for split in order}, dropped)
 
 
 def describe(config: TaskConfig) -> Known:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from ..config import ModelConfig
 from .build import config_for, no_such_model
@@ -94,7 +95,7 @@ def _loaded(cls: Any, source: str, name: str, shape: Any) -> Any:
     logging.disable_progress_bar()
     try:
         model, info = cls.from_pretrained(source, config=shape, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if Path(source).is_dir():
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"model.name: the weights in {name} cannot be loaded ({reason})") from None

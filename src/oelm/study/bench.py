@@ -8,76 +8,22 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
 
 from ..config import RunConfig
-from ..data.tasks import describe
 from ..flops import count_flops
 from ..method.surgery import apply_oelm
-from ..models.build import build_gpt
-from ..models.classifiers import build_classifier
 from ..record import PHASES
-from ..runtime import choose_precision, environment, measure_peak, peak_memory
+from ..runtime import environment, measure_peak, peak_memory
 from ..training.clock import Clock
 from ..training.loop import train_step
 from ..training.optim import make_optimizers
+from ..training.rehearsal import RandomTokens, random_model, start_accelerator
 from .stats import ratio_of_medians
 
 WARMUP = 3
-
-
-@dataclass
-class RandomTokens:
-    """The loop's Task without data: timing does not depend on which tokens they are."""
-
-    vocab_size: int
-    batch_size: int
-    context: int
-    classes: int | None = None  # of a classifier; None for a language model
-
-    steps_per_epoch = None
-
-    def tokens(self, step: int) -> int:
-        return self.batch_size * self.context
-
-    def batch(self, step: int, part: int, parts: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(self.vocab_size, (self.batch_size, self.context + 1), generator=generator)
-        ids = ids[part * self.batch_size // parts : (part + 1) * self.batch_size // parts]
-        x = ids[:, :-1].contiguous()
-        if self.classes is None:
-            return {"input_ids": x, "shift_labels": ids[:, 1:].contiguous()}
-        return {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": ids[:, -1] % self.classes}
-
-    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        raise TypeError("a benchmark has nothing to evaluate")
-
-    def describe(self, metrics: dict[str, float], brief: bool = False) -> str:
-        raise TypeError("a benchmark has nothing to evaluate")
-
-    def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
-        raise TypeError("a benchmark has nothing to save")
-
-
-def random_model(config: RunConfig, vocab_size: int) -> tuple[Any, int, int | None]:
-    """The run's model with random weights, its tokens per sequence, and its classes if it is a classifier.
-
-    A task's sequences are taken to be `task.max_length` long."""
-    if config.task is None:
-        model = build_gpt(config.model, vocab_size, config.init_seed)
-        return model, model.config.context, None
-    labels = describe(config.task).labels
-    return (
-        build_classifier(config.model, labels, config.init_seed, pretrained=False),
-        config.task.max_length,
-        len(labels),
-    )
 
 
 class Contender:
@@ -118,7 +64,7 @@ def bench_step(
     """Step times of the arms, each as a ratio to the first, with an interval, its FLOP ceiling beside it."""
     if len(arms) < 2 or len(set(arms)) < len(arms):
         raise ValueError(f"--arms: give two or more different arms, the reference first; got {', '.join(arms)}")
-    accelerator = _accelerator(config)
+    accelerator = start_accelerator(config)
     contenders = [Contender(config, arm, vocab_size, accelerator) for arm in arms]
     for contender in contenders:
         contender.run(WARMUP)
@@ -174,14 +120,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def _accelerator(config: RunConfig) -> Accelerator:
-    if config.system.threads:
-        torch.set_num_threads(config.system.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision, _ = choose_precision(config.train.precision, device)
-    return Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), cpu=device.type == "cpu")
-
-
 def _memory_alone(config: RunConfig, arm: str, vocab_size: int) -> int:
     """Peak memory of a few steps in a process of its own: arms in one process would share it."""
     context = multiprocessing.get_context("spawn")
@@ -191,6 +129,6 @@ def _memory_alone(config: RunConfig, arm: str, vocab_size: int) -> int:
 
 def _peak_of_steps(config: dict[str, Any], arm: str, vocab_size: int) -> int:
     parsed = RunConfig.model_validate(config)
-    contender = Contender(parsed, arm, vocab_size, _accelerator(parsed))
+    contender = Contender(parsed, arm, vocab_size, start_accelerator(parsed))
     contender.run(3)
     return peak_memory(contender.accelerator.device)

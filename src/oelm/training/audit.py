@@ -10,7 +10,8 @@ from ..config import parse_config
 from ..method.surgery import apply_oelm
 from ..method.verify import VerifyError, verify
 from ..models.build import build_gpt
-from ..record import evaluations, losses, read_metrics, read_run
+from ..models.classifiers import build_classifier
+from ..record import evaluations, losses, read_metrics, read_predictions, read_run
 from .checkpoint import load_checkpoint
 
 
@@ -22,8 +23,12 @@ def audit(folder: Path) -> list[str]:
     done = []
 
     best = load_file(folder / "best" / "model.safetensors")
-    vocab_size = best["wte.weight"].shape[0]
-    model = build_gpt(config.model, vocab_size, config.init_seed)
+    if config.task:
+        shape = config.model.model_copy(update={"name": str(folder / "best")})
+        labels = record["task"]["labels"]
+        model = build_classifier(shape, labels, config.init_seed, config.task.style, pretrained=False)
+    else:
+        model = build_gpt(config.model, best["wte.weight"].shape[0], config.init_seed)
     report = apply_oelm(model, config.method.oelm(config.init_seed))
     if (report.total, report.frozen) != (said["total"], said["frozen"]):
         raise ValueError(f"{folder}: {report.frozen} of {report.total} weights frozen, the record says otherwise")
@@ -48,6 +53,11 @@ def audit(folder: Path) -> list[str]:
         lowest = min(evaluations(metrics), key=lambda line: line["loss"])
         if (lowest["loss"], lowest["step"]) != (totals["best"]["loss"], totals["best"]["step"]):
             raise ValueError(f"{folder}: the best evaluation in metrics.jsonl is not the one in run.json")
+        for name, split in read_predictions(folder).items() if config.task else []:
+            right = sum(a == b for a, b in zip(split["labels"], split["predicted"], strict=True))
+            if right / len(split["labels"]) != totals["splits"][name]["accuracy"]:
+                raise ValueError(f"{folder}: predictions.json and run.json differ in the accuracy on {name}")
+            done.append(f"{name}: {right} of {len(split['labels'])} predictions are right, as recorded")
         done.append(f"{steps} steps and the best loss of {lowest['loss']:.4f} nats are the same in log and record")
     return done
 

@@ -153,6 +153,8 @@ class FineTuning:
         model = build_classifier(config.model, data.labels, config.init_seed, task.style)
         epochs = Epochs(splits["train"].lengths, config.train.batch_size, config.data_seed)
         spelt = [self._tokenizer(name)["input_ids"] for name in data.labels] if task.style == "text" else []
+        if len({tuple(ids) for ids in spelt}) < len(spelt):
+            raise ValueError(f"task.labels: the tokenizer of {config.model.name} writes two of them alike")
         longest = [epochs.longest(step) for step in range(epochs.per_epoch)]
         mean = round(sum(longest) / len(longest))
         return model, Classification(config, splits, self._tokenizer, epochs, data.metric, spelt), mean

@@ -1,0 +1,105 @@
+"""A run without its data: the real model with random weights on random tokens. For dry runs and for timing steps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..config import RunConfig
+from ..data.tasks import describe
+from ..flops import count_flops
+from ..method.surgery import apply_oelm
+from ..method.verify import verify
+from ..models.build import build_gpt
+from ..models.classifiers import build_classifier
+from ..runtime import choose_precision
+from .clock import Clock
+from .loop import train_step
+from .optim import make_optimizers
+
+
+@dataclass
+class RandomTokens:
+    """The loop's Task without data: timing does not depend on which tokens they are."""
+
+    vocab_size: int
+    batch_size: int
+    context: int
+    classes: int | None = None  # of a classifier; None for a language model
+
+    steps_per_epoch = None
+
+    def tokens(self, step: int) -> int:
+        return self.batch_size * self.context
+
+    def batch(self, step: int, part: int, parts: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(self.vocab_size, (self.batch_size, self.context + 1), generator=generator)
+        ids = ids[part * self.batch_size // parts : (part + 1) * self.batch_size // parts]
+        x = ids[:, :-1].contiguous()
+        if self.classes is None:
+            return {"input_ids": x, "shift_labels": ids[:, 1:].contiguous()}
+        x[:, -1] = self.vocab_size - 1  # some models want one token that ends the text, at the same place in all
+        return {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": ids[:, -1] % self.classes}
+
+    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        raise TypeError("random tokens have nothing to evaluate")
+
+    def describe(self, metrics: dict[str, float], brief: bool = False) -> str:
+        raise TypeError("random tokens have nothing to evaluate")
+
+    def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+        raise TypeError("random tokens make no model worth saving")
+
+
+def random_model(config: RunConfig, vocab_size: int) -> tuple[Any, int, int | None]:
+    """The run's model with random weights, its tokens per sequence, and its classes if it is a classifier.
+
+    A task's sequences are taken to be `task.max_length` long, and `vocab_size` is our GPT's.
+    """
+    if config.task is None:
+        model = build_gpt(config.model, vocab_size, config.init_seed)
+        return model, model.config.context, None
+    labels = describe(config.task).labels
+    model = build_classifier(config.model, labels, config.init_seed, pretrained=False)
+    return model, config.task.max_length, len(labels)
+
+
+def start_accelerator(config: RunConfig) -> Accelerator:
+    if config.system.threads:
+        torch.set_num_threads(config.system.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision, _ = choose_precision(config.train.precision, device)
+    return Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), cpu=device.type == "cpu")
+
+
+def rehearse(config: RunConfig, vocab_size: int) -> str:
+    """Builds, operates and takes one optimizer step, writes nothing; says what was counted and checked."""
+    accelerator = start_accelerator(config)
+    model, context, classes = random_model(config, vocab_size)
+    report = apply_oelm(model, config.method.oelm(config.init_seed))
+    flops = count_flops(model, context)
+    task = RandomTokens(model.config.vocab_size, config.train.batch_size, context, classes)
+    model.to(accelerator.device)
+    prepared, *optimizers = accelerator.prepare(model, *make_optimizers(model, config.train))
+    start = time.perf_counter()
+    loss, _ = train_step(prepared, optimizers, task, config, accelerator, Clock(accelerator.device), 0, 10**9)
+    seconds = time.perf_counter() - start
+    if not loss.isfinite():
+        raise ValueError(f"the loss of the first step is not finite ({loss.item()})")
+    verify(model, report, optimizer=optimizers)
+    shape = f"{config.train.batch_size} x {context} random tokens"
+    return "\n".join(
+        [
+            str(report),
+            f"one step on {shape}: loss {loss.item():.4f}, {seconds:.1f} s; frozen bytes unchanged",
+            f"FLOP ceiling: freezing saves at most {flops.ceiling:.1%} of a step",
+            "dry run: random weights, no data read, nothing written",
+        ]
+    )

