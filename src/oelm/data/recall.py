@@ -1,7 +1,7 @@
 """Generated puzzles whose answer stands earlier in the text, so that where attention must look is known.
 
 Recall: pairs of key and value, then every key again in another order, each followed by its value (aX bQ bQ aX).
-Induction: a segment of distinct random symbols, twice. In both, a repeated symbol must find what followed it before.
+Induction: a segment of distinct random symbols, again and again. In both, a symbol must find what followed it before.
 """
 
 import random
@@ -9,31 +9,35 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-PAIRS, SEGMENT = 8, 16  # at most; the corpus has them from a quarter of that up
+PAIRS, SEGMENT = 8, 16  # at most; the corpus has them from a quarter of that up, repeated as often as LENGTH allows
+LENGTH = 48  # symbols of a document, at most
 KEYS, VALUES = string.ascii_lowercase[:16], string.ascii_uppercase[:16]  # induction takes symbols of both
 DOCUMENTS = 100_000  # of the corpus, both splits together
 Symbol = TypeVar("Symbol", str, int)
 
 
 class Puzzle(NamedTuple, Generic[Symbol]):
-    """A sequence with its ground truth: after `asked[i]` comes a repetition of the symbol at `sources[i]`."""
+    """A sequence with its ground truth: after `asked[i]` comes a repetition of the symbol at `sources[i]`.
+
+    Asked is what has been seen once before; later it is easier, and attention has a choice of sources.
+    """
 
     symbols: list[Symbol]
     asked: list[int]
     sources: list[int]
 
 
-def recall_puzzle(rng: random.Random, pairs: int) -> Puzzle[str]:
-    """Distinct keys with random values, then the keys in random order."""
+def recall_puzzle(rng: random.Random, pairs: int, rounds: int = 1) -> Puzzle[str]:
+    """Distinct keys with random values, then rounds of all keys, each in an order of its own."""
     keys, values = rng.sample(KEYS, pairs), rng.choices(VALUES, k=pairs)
-    order = rng.sample(range(pairs), pairs)
-    symbols = [symbol for i in [*range(pairs), *order] for symbol in (keys[i], values[i])]
-    return Puzzle(symbols, [2 * (pairs + place) for place in range(pairs)], [2 * i + 1 for i in order])
+    orders = [rng.sample(range(pairs), pairs) for _ in range(rounds)]
+    symbols = [symbol for order in [range(pairs), *orders] for i in order for symbol in (keys[i], values[i])]
+    return Puzzle(symbols, list(range(2 * pairs, 4 * pairs, 2)), [2 * i + 1 for i in orders[0]])
 
 
-def induction_puzzle(rng: random.Random, symbols: Sequence[Symbol], length: int) -> Puzzle[Symbol]:
-    """A segment of distinct symbols twice; where the second begins cannot be known, so its first is not asked for."""
-    return Puzzle(rng.sample(symbols, length) * 2, list(range(length, 2 * length - 1)), list(range(1, length)))
+def induction_puzzle(rng: random.Random, symbols: Sequence[Symbol], length: int, times: int = 2) -> Puzzle[Symbol]:
+    """A segment of distinct symbols, repeated; where the second begins cannot be known, so its first is not asked."""
+    return Puzzle(rng.sample(symbols, length) * times, list(range(length, 2 * length - 1)), list(range(1, length)))
 
 
 def recall_documents(stream: str) -> Iterator[str]:
@@ -44,7 +48,9 @@ def recall_documents(stream: str) -> Iterator[str]:
     rng = random.Random(f"recall/{stream}")
     while True:
         if rng.random() < 0.5:
-            puzzle = recall_puzzle(rng, rng.randint(PAIRS // 4, PAIRS))
+            pairs = rng.randint(PAIRS // 4, PAIRS)
+            puzzle = recall_puzzle(rng, pairs, LENGTH // (2 * pairs) - 1)
         else:
-            puzzle = induction_puzzle(rng, KEYS + VALUES, rng.randint(SEGMENT // 4, SEGMENT))
+            length = rng.randint(SEGMENT // 4, SEGMENT)
+            puzzle = induction_puzzle(rng, KEYS + VALUES, length, LENGTH // length)
         yield "".join(puzzle.symbols)
