@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from oelm.cli import app, main
 
-VERBS = ["ls", "inspect", "prepare", "train", "sample", "verify"]
+VERBS = ["ls", "inspect", "prepare", "train", "sample", "verify", "probe"]
 
 
 def run(*words):
@@ -72,6 +72,7 @@ def test_published_counts_of_bert_from_the_command_line():
         (["train", "train.max_step=5"], "train.max_step: unknown key; did you mean 'train.max_steps'?"),
         (["prepare", "data=tinystorie"], "data.corpus: no corpus 'tinystorie'; did you mean 'tinystories'?"),
         (["sample", "nowhere"], "nowhere: no saved model there"),
+        (["probe", "nowhere"], "nowhere: no run.json there, so not a run folder"),
     ],
 )
 def test_errors_are_one_line(monkeypatch, capsys, words, message):

@@ -24,6 +24,7 @@ ROOMS = [
     "inspection",
     "training",
     "study",
+    "probe",
     "report",
     "cli",
 ]

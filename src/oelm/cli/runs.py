@@ -1,14 +1,15 @@
-"""Verbs about single runs: prepare, train, sample, verify."""
+"""Verbs about single runs: prepare, train, sample, verify, probe."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .words import FileAndWords, examples, split_file
+from .words import FileAndWords, Format, examples, is_json, split_file
 
 app = typer.Typer()
 
@@ -96,3 +97,20 @@ def verify(run: Annotated[str, typer.Argument(help="a run folder")]) -> None:
 
     for line in audit(Path(run)):
         print(line)
+
+
+@app.command(epilog=examples("oelm probe runs/debug", "oelm probe runs/probe-recall -f json > probe.json"))
+def probe(
+    runs: Annotated[list[Path], typer.Argument(help="run folders, or a study's folder", metavar="RUN...")],
+    sequences: Annotated[int, typer.Option(help="windows of validation text to look at", min=1)] = 20,
+    form: Format = "text",
+) -> None:
+    """Where each head of a trained GPT looks: entropy, previous token, induction, recall. Several runs: by arm."""
+    json_wanted = is_json(form)
+    from ..probe import arm_table, find_runs, head_table, probe_run, to_json
+
+    probed = [probe_run(folder, sequences) for folder in find_runs(runs)]
+    if json_wanted:
+        print(json.dumps(to_json(probed), indent=1))
+    else:
+        print(head_table(probed[0]) if len(probed) == 1 else arm_table(probed))

@@ -1,4 +1,4 @@
-"""Name (+ revision) -> documents of two splits: the embedded corpus, a hub dataset, or local files.
+"""Name (+ revision) -> documents of two splits: an embedded corpus, a hub dataset, or local files.
 
 Local files: text (`.txt .text .tokens .raw`) and `.jsonl .ndjson` (an object a line, with a "text" field),
 both also as `.xz` or `.gz`; `.parquet` (a "text" column). In text, `<|endoftext|>` ends a document; 128 Ki
@@ -22,8 +22,11 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
+
+from oelm.data import recall
 
 Split = Literal["train", "val"]
 Texts = Iterator[tuple[str, float]]  # each with the fraction of its source read so far
@@ -61,6 +64,7 @@ _WEB = "79d93d786212f7344586290adb811d4ae6a1762c"
 _WIKI = ("Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3")
 CORPORA: dict[str, Known] = {
     "stdlib": Known("source of the Python standard library; embedded, no download"),
+    "recall": Known("generated recall and induction puzzles with known answers; data.tokenizer=bytes"),
     "tinystories": Known("2.1M short stories", "roneneldan/TinyStories", None, _STORIES, "validation"),
     "openwebtext": Known("8.0M web pages", "Skylion007/openwebtext", "plain_text", _WEB),
     "wikitext-103": Known("28K articles", _WIKI[0], "wikitext-103-raw-v1", _WIKI[1], "validation", True),
@@ -76,6 +80,7 @@ class Corpus:
     revision: str | None
     fingerprint: str
     read: Callable[[], Iterator[Document]]
+    tokenizer: str | None = None  # the only one that keeps the corpus what it is; None: any will do
 
     def documents(self) -> Iterator[Document]:
         """Every document of both splits, in a fixed order, one at a time; an empty split is an error."""
@@ -97,6 +102,8 @@ def open_corpus(name: str, *, revision: str | None = None, val_fraction: float =
         return _hub(name, known, revision or known.revision, val_fraction)
     if revision is not None:
         raise ValueError(f"data.revision={revision}: only hub corpora have revisions, {name} is not one")
+    if name == "recall":
+        return _recall(val_fraction)
     return _stdlib(val_fraction) if known is not None else _local(name, val_fraction)
 
 
@@ -138,6 +145,20 @@ def _stdlib(val_fraction: float) -> Corpus:
 
     version = platform.python_version()
     return Corpus("stdlib", version, f"stdlib:{version}:{digest.hexdigest()}", read)
+
+
+def _recall(val_fraction: float) -> Corpus:
+    held = min(max(1, round(val_fraction * recall.DOCUMENTS)), recall.DOCUMENTS - 1)
+    sizes: dict[Split, int] = {"val": held, "train": recall.DOCUMENTS - held}
+
+    def read() -> Iterator[Document]:
+        for split, size in sizes.items():
+            for index, text in enumerate(islice(recall.recall_documents(split), size), 1):
+                yield Document(split, text, index / size if split == "train" else 0.0)
+
+    head = "".join(islice(recall.recall_documents("train"), 100))  # tells one generator from another
+    digest = hashlib.sha256(f"{recall.DOCUMENTS}:{head}".encode()).hexdigest()
+    return Corpus("recall", None, f"recall:{digest}", read, tokenizer="bytes")  # one token a symbol
 
 
 def _hub(name: str, known: Known, revision: str | None, val_fraction: float) -> Corpus:

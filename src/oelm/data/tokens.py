@@ -84,6 +84,10 @@ def prepare(
 ) -> Manifest:
     """Tokenises a corpus into `folder`; does nothing when the folder already holds exactly that."""
     source = open_corpus(corpus, revision=revision, val_fraction=val_fraction)
+    if source.tokenizer not in (None, tokenizer):
+        raise ValueError(
+            f"data.tokenizer={tokenizer}: {corpus} needs one token a symbol; set data.tokenizer={source.tokenizer}"
+        )
     wanted: dict[str, Any] = {"format": FORMAT, "val_fraction": val_fraction}
     wanted |= {"fingerprint": source.fingerprint, "tokenizer_source": _tokenizer_source(tokenizer)}
     if found := _ready(folder, wanted):  # asked before locking: the folder may be read-only

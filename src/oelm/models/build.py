@@ -42,6 +42,20 @@ def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:
         return GPT(GPTConfig(**shape))
 
 
+def load_causal(folder: Path) -> Any:
+    """The language model saved in a folder, whole: a weight without its place, or a place without weight, raises."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder}: no saved model there; train one first, or wait for its first evaluation")
+    logging.disable_progress_bar()
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    if odd := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+        raise ValueError(f"{folder}: the saved weights are not those of a {type(model).__name__} ({odd[0]})")
+    return model.eval()
+
+
 def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.Module, str]:
     """Any model by preset, folder, hub name or architecture, and a sentence on where its weights come from.
 

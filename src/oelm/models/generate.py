@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers import AutoTokenizer
 
-from . import gpt  # noqa: F401 (registers our GPT with the Auto classes)
+from .build import load_causal
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """The prompt and `tokens` more, at most as many as the model's context holds."""
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder}: no saved model there; train one first, or wait for its first evaluation")
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = load_causal(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids if prompt else torch.tensor([[tokenizer.eos_token_id]])
     room = model.config.max_position_embeddings - ids.shape[1]
