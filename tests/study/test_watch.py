@@ -98,6 +98,7 @@ def test_a_crash_is_no_result_so_its_arm_waits(tmp_path):
     open_run(oelm).close("failed", error="Traceback (most recent call last):\nOSError: disk full")
     cells, waiting, seen = planned(study)
     assert oelm.config.id not in losses(seen)
+    assert {r["status"] for r in rows(study.folder, study) if r["arm"] == "oelm"} == {"failed"}  # nothing to wait for
     assert [group.arm for group in waiting] == ["oelm"]
     assert {c.group.arm for c in cells if c.stage == "compare"} == {"baseline"}
 

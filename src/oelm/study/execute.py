@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config import DataConfig, RunConfig, SystemConfig
-from .plan import Cell, Execution, StudyConfig, choose, comparison_runs, search_runs
+from .plan import Cell, Execution, StudyConfig, choose, comparison_runs, groups, search_runs
 from .watch import begin, is_claimed, look, losses, unsettled
 
 BUSY = 75  # exit code of a child that found its run taken
@@ -49,11 +49,14 @@ def run_study(
 
     search = search_runs(study)
     problems = run(search)
-    rates = {}
-    for group, choice in choose(study, losses({cell.config.id: look(cell) for cell in search})).items():
-        rates[group] = choice.best
-        edge = f", the {choice.edge} of its grid" if choice.edge in ("lowest", "highest") else ""
-        say(f"{group}: learning rate {choice.best:g}{edge}")
+    choices = choose(study, losses({cell.config.id: look(cell) for cell in search}))
+    for group in groups(study) if search else []:
+        if choice := choices.get(group):
+            edge = f", the {choice.edge} of its grid" if choice.edge in ("lowest", "highest") else ""
+            say(f"{group}: learning rate {choice.best:g}{edge}")
+        else:
+            say(f"{group}: no learning rate, so no comparison: its search has runs that failed; see above")
+    rates = {group: choice.best for group, choice in choices.items()}
     return problems | run(comparison_runs(study, rates))
 
 

@@ -33,6 +33,7 @@ class Decide(Section):
     """The rule, written before the runs."""
 
     metric: Literal["loss", "accuracy"] = "loss"
+    split: str | None = None  # whose accuracy is compared; default: validation. Rates are chosen on validation always
     baseline: str = "baseline"
     confidence: float = Field(0.95, gt=0.5, lt=1)
     margin: float = Field(1.05, gt=1)  # largest acceptable ratio of perplexities; for accuracy see margin_points
@@ -73,6 +74,8 @@ class StudyConfig(Section):
                 raise ValueError(f"{name!r} names a folder: use letters, digits, . _ and - only")
         if self.decide.baseline not in self.arms:
             raise ValueError(f"decide.baseline: {self.decide.baseline!r} is not one of the arms {', '.join(self.arms)}")
+        if self.decide.split and self.decide.metric != "accuracy":
+            raise ValueError("decide.split: the loss is compared on validation; a split needs decide.metric=accuracy")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: a seed stands there twice")
         for key in self.published:
@@ -180,7 +183,7 @@ def search_runs(study: StudyConfig) -> list[Cell]:
 
 
 def choose(study: StudyConfig, losses: Mapping[str, float | None]) -> dict[Group, LrChoice]:
-    """The best learning rate of every group whose search is complete.
+    """The best learning rate of every group whose search is complete; none where every rate diverged.
 
     `losses`: best validation loss by run id, None for a run that diverged, whose learning rate is then out.
     """
@@ -195,9 +198,8 @@ def choose(study: StudyConfig, losses: Mapping[str, float | None]) -> dict[Group
         for cell in cells:
             table.setdefault(cell.lr, []).append(losses[cell.config.id])
         sound = {lr: [v for v in values if v is not None] for lr, values in table.items() if None not in values}
-        if not sound:
-            raise ValueError(f"lr.grid: every learning rate of {group} diverged; lower the grid")
-        chosen[group] = choose_lr(sound, confidence=study.decide.confidence)
+        if sound:
+            chosen[group] = choose_lr(sound, confidence=study.decide.confidence)
     return chosen
 
 

@@ -16,13 +16,13 @@ from rich.live import Live
 from rich.table import Table
 
 from ..config import validation_line
-from ..record import claimed, differences, read_metrics, read_run, write_atomically
+from ..record import claimed, differences, evaluations, read_metrics, read_run, write_atomically
 from .plan import Cell, Design, Group, StudyConfig, choose, comparison_runs, groups, search_runs
 
 COLUMNS = {
     "run": "{}", "stage": "{}", "arm": "{}", "corpus": "{}", "size": "{}", "seed": "{}", "lr": "{:g}", "step": "{:,}",
-    "percent": "{:.0f}", "train_loss": "{:.4f}", "val_ppl": "{:.2f}", "tokens_per_second": "{:,.0f}", "remaining": "{}",
-    "status": "{}",
+    "percent": "{:.0f}", "train_loss": "{:.4f}", "val_ppl": "{:.2f}", "val_accuracy": "{:.2%}",
+    "tokens_per_second": "{:,.0f}", "remaining": "{}", "status": "{}",
 }  # fmt: skip
 STATUSES = {"running": "cyan", "failed": "red", "damaged": "red", "interrupted": "yellow", "stopped": "yellow",
             "waiting": "", "finished": "green"}  # fmt: skip
@@ -142,8 +142,12 @@ def rows(folder: Path, study: StudyConfig | None = None) -> list[dict[str, Any]]
     study = study or read_study(folder)
     cells, waiting, seen = planned(study)
     table = [_row(cell, seen[cell.config.id]) for cell in cells]
-    empty = dict.fromkeys(COLUMNS) | {"stage": "compare", "status": "waiting"}
-    return table + [{**empty, **group._asdict(), "seed": seed} for seed in study.seeds for group in waiting]
+    searching = {cell.group for cell in cells if cell.stage == "search" and seen[cell.config.id].status not in OVER}
+    empty = dict.fromkeys(COLUMNS) | {"stage": "compare"}
+    for group in waiting:  # in vain, where the search is over without a rate
+        status = "waiting" if group in searching else "failed"
+        table += [{**empty, **group._asdict(), "seed": seed, "status": status} for seed in study.seeds]
+    return table
 
 
 def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
@@ -163,7 +167,7 @@ def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
             steps = min(steps, max(1, cell.config.train.max_tokens // train["tokens"]))
         row |= {
             "step": train["step"], "percent": 100.0 if seen.status == "finished" else 100 * train["step"] / steps,
-            "train_loss": train["loss"][-1], "val_ppl": best,
+            "train_loss": train["loss"][-1], "val_ppl": best.get("ppl"), "val_accuracy": best.get("accuracy"),
             "tokens_per_second": train["tokens"] / seconds if seconds else None,
             "remaining": round((steps - train["step"]) * seconds) if seen.status == "running" else None,
         }  # fmt: skip
@@ -171,11 +175,11 @@ def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _progress(folder: Path, changed: int, size: int) -> tuple[dict[str, Any] | None, float | None]:
-    """The newest training line and the best perplexity; read again only when the file has changed."""
+def _progress(folder: Path, changed: int, size: int) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The newest training line and the best evaluation; read again only when the file has changed."""
     metrics = read_metrics(folder)
     train = next((line for line in reversed(metrics) if line["kind"] == "train"), None)
-    return train, min((line["ppl"] for line in metrics if line["kind"] == "eval" and "ppl" in line), default=None)
+    return train, min(evaluations(metrics), key=lambda line: line["loss"], default={})
 
 
 def status_table(table: Sequence[dict[str, Any]], room: int | None = None) -> Table:
