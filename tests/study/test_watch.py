@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from oelm.record import PHASES, Run, claimed
-from oelm.study.plan import StudyConfig, comparison_runs, describe, search_runs
-from oelm.study.watch import begin, design_table, look, losses, planned, read_study, rows, status_table, watch
+from oelm.study.design import describe, design_table
+from oelm.study.plan import StudyConfig, comparison_runs, search_runs
+from oelm.study.watch import begin, look, losses, planned, read_study, rows, status_table, watch
 
 
 def make_study(folder, **changes):

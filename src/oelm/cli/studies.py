@@ -54,8 +54,8 @@ def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "t
     json_wanted = is_json(form)
     from dataclasses import asdict
 
-    from ..study.plan import describe, load_study
-    from ..study.watch import design_table
+    from ..study.design import describe, design_table
+    from ..study.plan import load_study
 
     design = describe(load_study(file, words or [], scale))
     if json_wanted:

@@ -67,13 +67,5 @@ def seconds_text(seconds: float) -> str:
     return f"{value:.{2 if value < 100 else 1}f} {unit}"
 
 
-def duration_text(seconds: float) -> str:
-    """Of a run or a study, as people say it."""
-    if seconds < 100:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h" if hours < 100 else f"{hours / 24:.0f} days"
-
-
 def bytes_text(count: float) -> str:
     return f"{count / 2**20:,.0f} MiB" if count < 10 * 2**30 else f"{count / 2**30:.1f} GiB"

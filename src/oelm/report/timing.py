@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 
+from ..study.watch import duration_text
 from .analysis import Analysis, Arm, Setting
-from .elements import EMPTY, Cell, Number, Table, duration_text, interval, seconds_text
+from .elements import EMPTY, Cell, Number, Table, interval, seconds_text
 from .tables import arm_index, number_key
 
 POSSIBLE = {"possible": "✓ yes", "noise": "? above, perhaps noise", "impossible": "✕ above the ceiling"}

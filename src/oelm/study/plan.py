@@ -1,8 +1,7 @@
-"""A study file -> its runs, their cost and what they can detect. Pure: what was measured comes in as an argument."""
+"""A study file -> its runs. Pure: what was measured comes in as an argument."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -222,82 +221,3 @@ def _cell(study: StudyConfig, stage: Stage, group: Group, seed: int, lr: float |
     name = "-".join([*filter(None, group), f"lr{lr:g}", f"s{seed}"])
     out = str(study.folder / f"{name}-{config.id}")
     return Cell(stage, group, seed, lr, config.model_copy(update={"name": name, "out": out}))
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What the runs of one stage and group take, estimated without training."""
-
-    stage: str
-    arm: str
-    corpus: str
-    size: str
-    runs: int
-    parameters: int
-    trained: int
-    tokens: int  # of all these runs
-    flops: float  # of all these runs
-    memory: int  # bytes of one run: weights, gradients, two moments, and roughly the activations; no framework
-
-
-@dataclass(frozen=True)
-class Design:
-    """The plan before anything starts."""
-
-    name: str
-    question: str
-    costs: list[Cost]
-    pairs: int
-    smallest_p: float
-    detectable: float | None  # nats; None for one pair
-    notes: list[str]
-
-
-def describe(study: StudyConfig, sd: float = 0.01) -> Design:
-    """Cost and power of a study; `sd` is the assumed spread, in nats, of the paired differences over seeds."""
-    from .stats import minimum_detectable, smallest_p
-
-    rates = {group: study.lr.of(group.arm)[0] for group in groups(study)} if study.lr else {}  # any costs the same
-    costs: dict[tuple[str, Group], list[Cell]] = {}
-    for cell in [*search_runs(study), *comparison_runs(study, rates)]:
-        costs.setdefault((cell.stage, cell.group), []).append(cell)
-    n, rule, p = len(study.seeds), study.decide, smallest_p(len(study.seeds))
-    rivals = sum(group.arm != rule.baseline for group in groups(study))
-    detectable = minimum_detectable(n, sd, confidence=rule.confidence) if n > 1 else None
-    holm = f", {min(1, p * rivals):.3g} after Holm over {rivals}" if rule.correction == "holm" and rivals > 1 else ""
-    notes = [f"{n} paired seeds, {rivals} comparisons: smallest attainable sign-flip p {p:.3g}{holm}"]
-    if p >= 1 - rule.confidence:
-        notes.append(f"no sign-flip p below {1 - rule.confidence:.2g} is attainable; six seeds are the fewest for 0.05")
-    if detectable is None:
-        notes.append("one seed has no interval: no verdict is attainable")
-    elif rule.metric == "loss":
-        margin = f"the margin (ln {rule.margin:g} = {math.log(rule.margin):.4f})"
-        found = f"found with power 80 %: {detectable:.4f} nats away from 0 or from {margin}"
-        notes.append(f"{found}, assuming that paired differences have sd {sd:g} nats")
-    return Design(study.name, study.question, [_cost(cells) for cells in costs.values()], n, p, detectable, notes)
-
-
-def _cost(cells: list[Cell]) -> Cost:
-    import torch
-
-    from ..flops import count_flops
-    from ..method.surgery import dry_oelm
-    from ..models.build import build_gpt
-
-    config, group = cells[0].config, cells[0].group
-    with torch.device("meta"):
-        model = build_gpt(config.model, vocabulary(config.data.tokenizer), 0)
-    report, shape, train = dry_oelm(model, config.method.oelm(0)), model.config, config.train
-    step = train.batch_size * shape.context
-    steps = min(train.max_steps, max(1, train.max_tokens // step)) if train.max_tokens else train.max_steps
-    tokens = steps * step * len(cells)
-    kept = (8 * shape.d_model + 2 * shape.d_ff) * shape.n_layer * step // train.accumulate  # for the backward pass
-    memory = 4 * (report.total + 3 * report.trainable + kept)  # fp32; frozen weights have no gradient, no moments
-    flops = count_flops(model, shape.context).total * tokens
-    return Cost(cells[0].stage, *group, len(cells), report.total, report.trainable, tokens, flops, memory)
-
-
-def vocabulary(tokenizer: str) -> int:
-    """Its size without loading it; GPT-2's for one that only its file knows."""
-    size = tokenizer.removeprefix("bpe:")
-    return int(size) if size.isdecimal() else 257 if size == "bytes" else 50257

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..config import validation_line
 from ..record import claimed, differences, evaluations, read_metrics, read_run, write_atomically
-from .plan import Cell, Design, Group, StudyConfig, choose, comparison_runs, groups, search_runs
+from .plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
 
 COLUMNS = {
     "run": "{}", "stage": "{}", "arm": "{}", "corpus": "{}", "size": "{}", "seed": "{}", "lr": "{:g}", "step": "{:,}",
@@ -201,21 +201,12 @@ def status_table(table: Sequence[dict[str, Any]], room: int | None = None) -> Ta
     return result
 
 
-def design_table(design: Design) -> Table:
-    """The plan for people: a line for each stage and group, what it costs, and the notes below."""
-    total = sum(cost.flops for cost in design.costs)
-    runs = sum(cost.runs for cost in design.costs)
-    lines = [f"{runs} runs, {total:.3g} FLOPs in all", "memory: weights, gradients, two moments, roughly activations"]
-    result = Table(title=f"{design.name}: {design.question}", caption="\n".join([*lines, *design.notes]))
-    result.caption_justify = result.title_justify = "left"
-    for name in ("stage", "arm", "corpus", "size"):
-        result.add_column(name)
-    for name in ("runs", "parameters", "trained", "tokens", "FLOPs", "memory"):
-        result.add_column(name, justify="right", no_wrap=True)
-    for c in design.costs:
-        counts = [f"{c.runs}", f"{c.parameters:,}", f"{c.trained:,}", f"{c.tokens:,}", f"{c.flops:.3g}"]
-        result.add_row(c.stage, c.arm, c.corpus, c.size, *counts, f"{c.memory / 2**20:,.0f} MiB")
-    return result
+def duration_text(seconds: float) -> str:
+    """Of a run or a study, as people say it."""
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h" if hours < 100 else f"{hours / 24:.0f} days"
 
 
 @contextmanager
