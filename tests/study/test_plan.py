@@ -1,8 +1,12 @@
 """A study file becomes the runs it promises, costs what it says, and is refused when it cannot be fair."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from oelm.study.plan import Group, choose, comparison_runs, merge, search_runs
+from oelm.config import settings
+from oelm.study.plan import Group, StudyConfig, choose, comparison_runs, load_study, merge, search_runs
 
 
 def test_the_search_offers_every_arm_its_grid_and_uses_seeds_of_its_own(load):
@@ -61,6 +65,17 @@ def test_the_best_rate_is_chosen_without_the_diverged_and_not_before_the_search_
     assert {group.arm for group in choose(study, hopeless)} == {"baseline", "oelm"}  # the others go on
 
 
+def test_the_document_of_the_study_file_says_what_the_code_says(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "study.md").read_text()
+    documented = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    listed = settings(StudyConfig)
+    assert documented == [(s["key"], s["default"], s["meaning"]) for s in listed]
+    assert all(s["meaning"] for s in listed)
+    path = tmp_path / "example.yaml"
+    path.write_text(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
+    assert len(search_runs(load_study(path))) == 9
+
+
 def test_ids_do_not_depend_on_where_the_runs_live(load):
     here, there = search_runs(load()), search_runs(load("base.system.runs_dir=elsewhere", "name=other"))
     assert [c.config.id for c in here] == [c.config.id for c in there]
@@ -80,6 +95,8 @@ def test_ids_do_not_depend_on_where_the_runs_live(load):
         ({"decide": {"baseline": "nobody"}}, "decide.baseline: 'nobody' is not one of the arms"),
         ({"published": {"oelm/nowhere": "GPT-02"}}, "'oelm/nowhere' is neither an arm nor an arm/corpus"),
         ({"corpora": {"../up": {}}}, "'../up' names a folder"),
+        ({"lr": {"gird": [0.1]}}, "lr.gird: unknown key; did you mean 'lr.grid'?"),
+        ({"seeds": [0, True]}, "seeds: expected a number"),
         ({"decide": {"split": "test"}}, "decide.split: the loss is compared on validation"),
     ],
 )

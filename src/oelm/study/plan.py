@@ -31,30 +31,30 @@ class LearningRates(Section):
 class Decide(Section):
     """The rule, written before the runs."""
 
-    metric: Literal["loss", "accuracy"] = "loss"
+    metric: Literal["loss", "accuracy"] = "loss"  # validation loss, or the accuracy of a task's best model
     split: str | None = None  # whose accuracy is compared; default: validation. Rates are chosen on validation always
-    baseline: str = "baseline"
-    confidence: float = Field(0.95, gt=0.5, lt=1)
+    baseline: str = "baseline"  # the arm that the others are compared with, at the same seeds
+    confidence: float = Field(0.95, gt=0.5, lt=1)  # of the t interval that decides, before the correction
     margin: float = Field(1.05, gt=1)  # largest acceptable ratio of perplexities; for accuracy see margin_points
     margin_points: float = Field(2.0, gt=0)  # largest acceptable loss of accuracy, in percentage points
-    correction: Literal["holm", "none"] = "holm"
+    correction: Literal["holm", "none"] = "holm"  # over all comparisons of the study
 
 
 class Execution(Section):
     """Where and how many at once; changes no number."""
 
     slots: int | None = Field(None, ge=1)  # runs at once on this machine; default: one per core, or per free GPU
-    runs_per_gpu: int = Field(1, ge=1)
+    runs_per_gpu: int = Field(1, ge=1)  # at once
     gpu_free_memory: float = Field(0.9, gt=0, le=1)  # a GPU with at least this share of its memory free is free
-    cpus_per_run: float = Field(1, gt=0)  # Ray resources
-    gpus_per_run: float = Field(0, ge=0)
+    cpus_per_run: float = Field(1, gt=0)  # asked of a Ray cluster; also the threads of a run there
+    gpus_per_run: float = Field(0, ge=0)  # asked of a Ray cluster; a share is fine
 
 
 class StudyConfig(Section):
     """Arms x corpora x sizes x learning rates x seeds, and how to decide."""
 
-    name: str
-    question: str
+    name: str  # of its folder below base.system.runs_dir; the file's own name if left out
+    question: str  # the report's title
     base: dict[str, Any] = Field({})  # a RunConfig, as in its own file
     arms: dict[str, dict[str, Any]] = Field(min_length=1)  # name -> overrides; without a method, the name is the method
     seeds: list[int] = Field([0, 1, 2, 3, 4, 5], min_length=1)  # both init_seed and data_seed

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filelock import FileLock
 from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
@@ -32,6 +33,13 @@ OVER = ("finished", "failed", "damaged")
 def begin(study: StudyConfig) -> Path:
     """Writes study.json once. A file that changed since is refused: the design was decided before the runs."""
     path = study.folder / "study.json"
+    study.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(study.folder / ".begin"):  # two launchers may begin at once
+        _begin(study, path)
+    return study.folder
+
+
+def _begin(study: StudyConfig, path: Path) -> None:
     if path.exists():
         if changed := differences(_design(read_study(study.folder)), _design(study)):
             raise ValueError(
@@ -39,9 +47,7 @@ def begin(study: StudyConfig) -> Path:
                 f"or start a study of its own with name={study.name}-2"
             )
     else:
-        study.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, study.model_dump_json(indent=1, exclude={"cpu"}) + "\n")
-    return study.folder
 
 
 def read_study(folder: Path) -> StudyConfig:

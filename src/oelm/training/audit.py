@@ -21,6 +21,11 @@ def audit(folder: Path) -> list[str]:
     said = record["surgery"]
     done = []
 
+    if not (folder / "best" / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"{folder}: the run is {record['status']} and has no saved model in best/, which its first evaluation "
+            "writes; verify it after that, or train it with its own command"
+        )
     best = load_file(folder / "best" / "model.safetensors")
     vocab_size = best["wte.weight"].shape[0]
     model = build_gpt(config.model, vocab_size, config.init_seed)
