@@ -1,14 +1,18 @@
 """The verbs as a user types them: output, help and errors."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+from report.fake_study import fake_study
 from tiny import words_for, write_corpus
 from typer.testing import CliRunner
 
 from oelm.cli import app, main
+from oelm.config import load_config
+from oelm.record import Run
 
 VERBS = ["ls", "inspect", "prepare", "train", "sample", "verify", "probe"]
 
@@ -73,6 +77,7 @@ def test_published_counts_of_bert_from_the_command_line():
         (["prepare", "data=tinystorie"], "data.corpus: no corpus 'tinystorie'; did you mean 'tinystories'?"),
         (["sample", "nowhere"], "nowhere: no saved model there"),
         (["probe", "nowhere"], "nowhere: no run.json there, so not a run folder"),
+        (["inspect", "tiny", "--labels", "3"], "--labels: tiny is a preset of our GPT, which has no classification"),
     ],
 )
 def test_errors_are_one_line(monkeypatch, capsys, words, message):
@@ -89,6 +94,35 @@ def test_prepare_train_and_sample(tmp_path):
     assert trained.splitlines()[-2].startswith("finished: best PPL")
     assert "frozen tensors unchanged" in run("verify", str(tmp_path / "run"))
     assert run("sample", str(tmp_path / "run"), "--prompt", "the cat", "--tokens", "8").startswith("the cat")
+
+
+def test_a_run_that_has_no_model_yet_and_a_run_folder_are_one_clear_line(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = load_config(None, ["model=tiny"])
+    facts = {"id": config.id, "science": config.science(), "config": config.model_dump(mode="json"), "surgery": {}}
+    Run.open(folder, facts)
+    assert "the run is running and has no saved model in best/" in fails(monkeypatch, capsys, "verify", str(folder))
+    assert f"is a run folder; say oelm verify {folder}" in fails(monkeypatch, capsys, "inspect", str(folder))
+
+
+def test_labels_make_a_classifier_of_a_decoder_too():
+    text = run("inspect", "gpt2", "--labels", "3", "method=oelm-q")
+    assert text.startswith("GPT2ForSequenceClassification")
+
+
+def test_report_names_every_file_it_wrote_and_the_check_what_differs(tmp_path, monkeypatch, capsys):
+    fake_study(tmp_path / "s", seeds=2, search=False)
+    page, md, tex = (tmp_path / name for name in ("out.html", "out.md", "out.tex"))
+    text = run("report", str(tmp_path / "s"), "--out", str(page), "--md", str(md), "--latex", str(tex))
+    assert text.splitlines()[-3:] == [f"Report: {page}", f"Markdown: {md}", f"LaTeX: {tex}"]
+    assert md.exists()
+    assert re.search(
+        r"\d+ numbers and \d figures are all what", run("report", str(tmp_path / "s"), "--check", "-o", str(page))
+    )
+    page.write_text(page.read_text().replace("ln 1.05", "ln 1.06"))
+    error = fails(monkeypatch, capsys, "report", str(tmp_path / "s"), "--check", "-o", str(page))
+    assert "differs from its records in 2 places, listed above" in error
 
 
 def test_the_studys_own_spelling_is_the_same_run(tmp_path, monkeypatch):

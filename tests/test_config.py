@@ -53,6 +53,11 @@ def test_the_method_section_becomes_an_oelm_config():
         ("foo=1", "foo: unknown key; known: name, model"),
         ("train.lr=-1", "train.lr: input should be greater than 0, got -1"),
         ("train.lr=fast", "train.lr: input should be a valid number"),
+        ("train.lr=true", "train.lr: expected a number, got True"),
+        ("train.max_steps=yes", "train.max_steps: expected a number, got True"),
+        ("train.betas=[0.9, true]", "train.betas: expected a number"),
+        ("method.gain={q: true}", "method.gain: expected a number"),
+        ("init_seed=false", "init_seed: expected a number, got False"),
         ("train.warmup_steps=2000", "train.warmup_steps: 2000 must be less than max_steps=1000"),
         ("train.clip.norm=1", "train.clip.norm"),
         ("justaword", "justaword: not of the form key=value"),
@@ -62,6 +67,11 @@ def test_the_method_section_becomes_an_oelm_config():
 def test_errors_name_the_key_in_the_users_spelling(word, message):
     with pytest.raises(ValueError, match=message):
         load_config(None, ["train.clip=1.0", word])
+
+
+def test_switches_are_no_numbers():
+    config = load_config(None, ["system.compile=true", "model.qk_norm=true"])
+    assert (config.system.compile, config.model.qk_norm) == (True, True)
 
 
 def test_bad_files(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 
 from oelm.config import load_config, read_yaml
 from oelm.method.arms import ALIASES
-from oelm.study.plan import comparison_runs, describe, groups, load_study, search_runs
+from oelm.study.design import describe
+from oelm.study.plan import comparison_runs, groups, load_study, search_runs
 from oelm.study.published import PUBLISHED
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))

@@ -2,7 +2,16 @@ import json
 
 import pytest
 
-from oelm.record import Run, claimed, differences, read_metrics, read_run, timing_stats
+from oelm.record import (
+    Run,
+    claimed,
+    differences,
+    read_metrics,
+    read_predictions,
+    read_run,
+    timing_stats,
+    write_predictions,
+)  # fmt: skip
 
 
 def open_run(folder, **science):
@@ -89,3 +98,28 @@ def test_differences_show_both_values():
         "d was None, now 4",
     ]
     assert json.dumps(differences({}, {})) == "[]"
+
+
+def test_predictions_come_back_and_bad_ones_are_refused_before_and_after(tmp_path):
+    splits = {"validation": {"labels": [0, 1, 2], "predicted": [0, 2, 2]}, "test": {"labels": [1], "predicted": [1]}}
+    write_predictions(tmp_path, 40, splits)
+    assert read_predictions(tmp_path) == {"step": 40, "splits": splits}
+    with pytest.raises(ValueError, match="validation: 2 labels and 1 predictions"):
+        write_predictions(tmp_path, 40, {"validation": {"labels": [0, 1], "predicted": [0]}})
+    assert read_predictions(tmp_path)["step"] == 40
+    with pytest.raises(FileNotFoundError, match=r"predictions.json: not there"):
+        read_predictions(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"step": 1, "splits": {}}', '{"step": 1.5, "splits": {"v": {"labels": [1], "predicted": [1]}}}',
+     '{"step": 1, "splits": {"v": {"labels": [1]}}}',
+     '{"step": 1, "splits": {"v": {"labels": [true], "predicted": [1]}}}',
+     '{"step": 1, "splits": {"v": {"labels": [1, 2], "predicted": [1]}}}', '{"step": 1, "splits": {"v": 3}}'],
+)  # fmt: skip
+def test_damaged_predictions_are_one_line(tmp_path, content):
+    (tmp_path / "predictions.json").write_text(content)
+    with pytest.raises(ValueError, match=r"predictions.json: ") as caught:
+        read_predictions(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -14,10 +14,19 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)  # fmt: skip
 
 from .method.names import ALIASES
 
@@ -28,10 +37,34 @@ if TYPE_CHECKING:
 Corpus = Annotated[str, AfterValidator(lambda name: os.path.normpath(name) if "/" in name else name)]
 
 
+def _kinds(annotation: Any) -> set[Any]:
+    """The plain types that a field's annotation is made of."""
+    inner = get_args(annotation)
+    return {annotation} if not inner else {kind for part in inner for kind in _kinds(part)}
+
+
+def _holds_bool(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_bool, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_bool, value))
+    return isinstance(value, bool)
+
+
 class Section(BaseModel):
     """A part of a config: unknown keys are errors, values are fixed once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`lr: true` would be 1.0. Numbers in quotes stay welcome: YAML reads 1e-4 as text."""
+        assert info.field_name
+        wanted = _kinds(cls.model_fields[info.field_name].annotation)
+        if wanted & {int, float} and not wanted & {bool, Any} and _holds_bool(value):
+            raise ValueError("expected a number")
+        return value
 
 
 class ModelConfig(Section):
@@ -276,8 +309,9 @@ def _expand(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def validation_line(error: ValidationError, root: type[BaseModel], source: str = "") -> str:
-    """The first problem of a config, in the user's own spelling."""
-    first = error.errors()[0]
+    """The first problem of a config, in the user's own spelling; a misspelt key before the one that it leaves out."""
+    found = error.errors()
+    first = next((problem for problem in found if problem["type"] == "extra_forbidden"), found[0])
     path = _user_path(root, [str(part) for part in first["loc"]])
     where = ".".join(path)
     if first["type"] == "extra_forbidden":
@@ -299,30 +333,43 @@ def _user_path(section: type[BaseModel], loc: list[str]) -> list[str]:
     path: list[str] = []
     for part in loc:
         path.append(part)
-        annotation = section.model_fields[part].annotation if part in section.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        inner = _section(section, part)
+        if inner is None:
             break
-        section = annotation
+        section = inner
     return path
 
 
 def _keys_at(section: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
-        annotation = section.model_fields[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        inner = _section(section, part)
+        if inner is None:
             return []
-        section = annotation
+        section = inner
     return list(section.model_fields)
 
 
-def settings() -> list[dict[str, str]]:
-    """Every key of a run with its default and meaning, as the sections above state them."""
+def _section(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The section that a key holds, also where it may be left out (`X | None`)."""
+    annotation = parent.model_fields[key].annotation if key in parent.model_fields else None
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def settings(root: type[BaseModel] = RunConfig) -> list[dict[str, str]]:
+    """Every key of a run (or of another config) with its default and meaning, as the sections above state them."""
     listed = []
-    for name, field in RunConfig.model_fields.items():
-        section = field.annotation
-        inner = section if isinstance(section, type) and issubclass(section, BaseModel) else RunConfig
-        prefix = f"{name}." if inner is not RunConfig else ""
+    for name in root.model_fields:
+        inner = _section(root, name) or root
+        prefix = f"{name}." if inner is not root else ""
         notes = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(inner), re.MULTILINE))
-        for key, value in inner.model_fields.items() if prefix else [(name, field)]:
-            listed.append({"key": f"{prefix}{key}", "default": str(value.default), "meaning": notes.get(key, "")})
+        for key in inner.model_fields if prefix else [name]:
+            listed.append({"key": f"{prefix}{key}", "default": _default(inner, key), "meaning": notes.get(key, "")})
     return listed
+
+
+def _default(section: type[BaseModel], key: str) -> str:
+    field = section.model_fields[key]
+    return "required" if field.is_required() else str(field.default)

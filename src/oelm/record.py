@@ -4,7 +4,7 @@ run.json           what the run is and how it stands: config, environment, surge
 metrics.jsonl      one object a line: train (losses and seconds of some steps), eval, checkpoint, resume
 training.log       the same for people
 timing_stats.json  derived from metrics.jsonl when the run pauses or ends
-predictions.json   of a classifier: the best model's class for every example of the splits it was measured on
+predictions.json   of a classifier: every example's label and answer, split by split, by the best model
 best/              the best model so far as a Hugging Face folder
 last/, previous/   the two newest checkpoints
 """
@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ SCHEMA = 1
 MUST_NOT_CHANGE = ("data_sha256", "precision")  # or one curve would be of two things
 STATUSES = ("running", "stopped", "finished", "failed")
 PHASES = ("data", "forward", "backward", "optimizer")
+ANSWERS = ("labels", "predicted")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -187,24 +188,38 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return metrics
 
 
-def write_predictions(folder: Path, step: int, splits: dict[str, dict[str, list[int]]]) -> None:
-    """`splits`: name -> {"labels": [...], "predicted": [...]}, examples in the order of their file."""
-    text = json.dumps({"step": step, "splits": splits}, separators=(",", ":"))
-    write_atomically(folder / "predictions.json", text + "\n")
+def write_predictions(folder: Path, step: int, splits: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+    """The best model's answers: split -> labels and predicted, in the order of the split's file."""
+    content = {
+        "step": step,
+        "splits": {name: {key: list(split[key]) for key in ANSWERS} for name, split in splits.items()},
+    }
+    _check_predictions(content, folder / "predictions.json")
+    write_atomically(folder / "predictions.json", json.dumps(content, separators=(",", ":")) + "\n")
 
 
-def read_predictions(folder: Path) -> dict[str, dict[str, list[int]]]:
-    """The splits of predictions.json, checked."""
+def read_predictions(folder: Path) -> dict[str, Any]:
+    """predictions.json, checked: {"step": int, "splits": {name: {"labels": [int], "predicted": [int]}}}."""
     path = folder / "predictions.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not there; a run without predictions has no accuracy to compare")
     try:
-        splits = json.loads(path.read_text(encoding="utf-8"))["splits"]
-        for name, split in splits.items():
-            labels, predicted = split["labels"], split["predicted"]
-            if not labels or len(labels) != len(predicted) or {type(n) for n in labels + predicted} != {int}:
-                raise ValueError(f"split {name} does not hold one whole number for each example")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        _check_predictions(content, path)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: damaged predictions ({type(error).__name__}: {error})") from None
-    return splits
+    return content
+
+
+def _check_predictions(content: Mapping[str, Any], path: Path) -> None:
+    if type(content["step"]) is not int or not content["splits"]:
+        raise ValueError(f"{path}: damaged predictions (no step, or no split)")
+    for name, split in content["splits"].items():
+        labels, predicted = split["labels"], split["predicted"]
+        if len(labels) != len(predicted) or not labels:
+            raise ValueError(f"{path}: {name}: {len(labels)} labels and {len(predicted)} predictions")
+        if not all(type(value) is int for value in (*labels, *predicted)):
+            raise ValueError(f"{path}: {name}: a label or prediction is not a whole number")
 
 
 def losses(metrics: list[dict[str, Any]]) -> list[float]:

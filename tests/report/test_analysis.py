@@ -3,13 +3,21 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from report.fake_study import COST, fake_study
 
-from oelm.report.analysis import analyse
+from oelm.report.analysis import Arm, Setting, _decided, analyse
+from oelm.report.answers import answers_table
+from oelm.report.content import content
 from oelm.report.notices import notices
+from oelm.report.text import markdown, sentence, verdict_lines
+from oelm.report.timing import baseline_time_table
 from oelm.study import stats
+from oelm.study.plan import StudyConfig
+from oelm.study.watch import planned, read_study
 
 
 def said(folder, weight=None):
@@ -148,7 +156,7 @@ def test_other_tokens_and_runs_outside_the_plan_are_reported(tmp_path):
     science["train"]["lr"] = 0.123
     edit(path, science=science)
     text = said(tmp_path / "s", "warning")
-    assert "did not all read the same tokens" in text
+    assert "did not all read the same data" in text
     assert "Not in this study's plan, or there twice, and left out: stray" in text
 
 
@@ -176,12 +184,164 @@ def test_step_times_of_separate_runs_are_never_called_impossible(tmp_path):
     assert "not timed in turns" in said(tmp_path / "s", "note")
 
 
-def test_accuracy_is_compared_in_points(tmp_path):
-    fake_study(tmp_path / "s", search=False, noise=0.002, decide={"metric": "accuracy", "margin_points": 0.5})
+ACCURACY = {"metric": "accuracy", "margin_points": 0.5}
+
+
+def test_accuracy_is_compared_in_points_on_the_split_asked_for(tmp_path):
+    fake_study(tmp_path / "s", search=False, noise=0.002, examples=5000, decide=ACCURACY)
     decisions = {arm.name: c.verdict.decision for _, arm, c in analyse(tmp_path / "s").comparisons()}
     assert decisions == {"oelm": "non-inferior", "oelm-random": "inferior", "oelm-q": "non-inferior"}
     oelm = comparison(analyse(tmp_path / "s"), "oelm").paired
     assert oelm.mean == pytest.approx(COST["oelm"] / 10, abs=0.001)
+    levels = {}
+    for split in ("validation", "test"):
+        edit(tmp_path / "s" / "study.json", decide={**ACCURACY, "split": split})
+        levels[split] = analyse(tmp_path / "s").settings[0].arms[0].spread.mean
+    assert levels["test"] == pytest.approx(levels["validation"] + 0.1, abs=1e-3)
+
+
+def test_accuracies_come_from_the_predictions_with_wilson_and_clustered_mcnemar(tmp_path):
+    """Counted by hand from the files of two seeds."""
+    fake_study(tmp_path / "s", seeds=2, search=False, examples=900, decide=ACCURACY)
+    right = {}
+    for arm, seed in ((arm, seed) for arm in ("baseline", "oelm-random") for seed in (0, 1)):
+        (path,) = (tmp_path / "s").glob(f"{arm}-lr*-s{seed}-*/predictions.json")
+        split = json.loads(path.read_text())["splits"]["validation"]
+        right[arm, seed] = [a == b for a, b in zip(split["labels"], split["predicted"], strict=True)]
+    table = answers_table(analyse(tmp_path / "s"))
+    numbers = {
+        p.key: p for row in table.rows for cell in row for p in (*cell.main, *cell.sub) if not isinstance(p, str)
+    }
+    found = {name: numbers[f"..oelm-random.answers.validation.{name}"].value for name in
+             ("accuracy", "wilson.low", "gained", "lost", "mcnemar")}  # fmt: skip
+    arm = right["oelm-random", 0] + right["oelm-random", 1]
+    base = right["baseline", 0] + right["baseline", 1]
+    assert found["accuracy"] == pytest.approx(sum(arm) / 1800)
+    assert found["wilson.low"] == pytest.approx(stats.wilson(sum(arm) / 2, 900).low)  # 900 questions, not 1800
+    assert found["gained"] == sum(a and not b for a, b in zip(arm, base, strict=True))
+    assert found["lost"] == sum(b and not a for a, b in zip(arm, base, strict=True))
+    pairs = [(right["oelm-random", seed], right["baseline", seed]) for seed in (0, 1)]
+    assert found["mcnemar"] == stats.pooled_mcnemar(pairs).clustered_p
+    assert len(numbers["..oelm-random.answers.validation.mcnemar"].runs) == 4
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "half", "other answers", "other step", "no split"])
+def test_damaged_predictions_are_named_and_their_run_left_out(tmp_path, damage):
+    fake_study(tmp_path / "s", search=False, examples=100, decide=ACCURACY)
+    path = next((tmp_path / "s").glob("oelm-lr*-s3-*/predictions.json"))
+    content = json.loads(path.read_text())
+    validation = content["splits"]["validation"]
+    if damage == "missing":
+        path.unlink()
+    elif damage == "shorter":
+        validation["labels"].pop()
+    elif damage == "half":
+        validation["predicted"][0] = 0.5
+    elif damage == "other answers":
+        validation["predicted"] = validation["predicted"][1:] + validation["predicted"][:1]
+    elif damage == "other step":
+        content["step"] += 1
+    else:
+        del content["splits"]["validation"]
+    if damage != "missing":
+        path.write_text(json.dumps(content))
+    text = said(tmp_path / "s", "warning")
+    assert f"Damaged and left out: {path.parent.name} (" in text
+    assert "predictions.json" in text
+    assert comparison(analyse(tmp_path / "s"), "oelm").seeds == (0, 1, 2, 4, 5)
+
+
+def test_other_examples_are_said_and_not_paired_answer_by_answer(tmp_path):
+    fake_study(tmp_path / "s", search=False, examples=90, decide=ACCURACY)
+    path = next((tmp_path / "s").glob("oelm-lr*-s3-*/predictions.json"))
+    content = json.loads(path.read_text())
+    for split in content["splits"].values():
+        split["labels"], split["predicted"] = split["labels"][::-1], split["predicted"][::-1]
+    path.write_text(json.dumps(content))
+    assert "did not all read the same data" in said(tmp_path / "s", "warning")
+    rows = {row[0].main[0]: row for row in answers_table(analyse(tmp_path / "s")).rows if row[1].main[0] == "test"}
+    assert rows["oelm"][-1].order is None
+    assert rows["oelm-q"][-1].order is not None
+
+
+def test_few_pairs_make_a_verdict_provisional_in_every_format(tmp_path):
+    for seeds, provisional in ((1, False), (2, True), (5, True), (6, False)):
+        folder = tmp_path / f"s{seeds}"
+        fake_study(folder, seeds=seeds, search=False, cost={"baseline": 0.0, "oelm-random": 0.2})
+        (c,) = (c for *_, c in analyse(folder).comparisons())
+        assert c.provisional == provisional
+        content_ = content(analyse(folder))
+        cell = next(row[2] for row in content_.arms[0].rows if row[0].main[0] == "oelm-random")
+        texts = [cell.main[0], sentence(content_.headline), verdict_lines(analyse(folder)), markdown(content_)]
+        for text in texts:
+            verdict = text.partition("How it was decided")[0]
+            assert ("provisional" in verdict) == provisional
+
+
+def test_claims_to_be_better_are_corrected_among_themselves():
+    """All arms are surely within the margin, where Holm leaves the last the whole level; that says nothing of zero."""
+    study = StudyConfig.model_validate({"name": "s", "question": "?", "arms": {f"a{i}": {} for i in range(7)},
+                                        "decide": {"baseline": "a0"}})  # fmt: skip
+    shape = np.array([-1.0, -0.6, -0.2, 0.2, 0.6, 1.0]) * 0.002  # of the differences over six seeds
+
+    def decided(means):
+        arms = tuple(
+            Arm(name, 1e-3, None, tuple(SimpleNamespace(seed=s, value=v, id="x") for s, v in enumerate(values)),
+                None, None, False)
+            for name, values in zip(study.arms, [[0.0] * 6, *(mean + shape for mean in means)], strict=True)
+        )  # fmt: skip
+        return [arm.comparison for arm in _decided(study, [Setting("", "", arms)])[0].arms[1:]]
+
+    better = -0.0016  # p of no difference: 0.047 alone, 0.28 among six
+    alone = stats.paired(better + shape)
+    assert alone.t.high < 0
+    assert {c.verdict.decision for c in decided([better] * 6)} == {"non-inferior"}
+    assert {c.verdict.decision for c in decided([-0.02] * 6)} == {"superior"}
+    mixed = [c.verdict.decision for c in decided([-0.02] * 5 + [better])]
+    assert mixed == ["superior"] * 6  # the others' claims being settled, the last has the whole level
+
+
+def test_the_ceiling_is_against_the_studys_own_baseline(tmp_path):
+    """Two arms that freeze the same cannot save anything of each other's time."""
+    fake_study(tmp_path / "s", seeds=2, search=False, decide={"baseline": "oelm"})
+    rows = {row.arm: row for row in analyse(tmp_path / "s").savings()}
+    assert rows["oelm-random"].ceiling == pytest.approx(0)
+    assert rows["baseline"].ceiling < 0  # it computes more
+
+
+def test_time_to_the_baselines_loss_is_read_off_the_mean_evaluations(tmp_path):
+    cost = {"baseline": 0.0, "oelm": -0.5, "oelm-random": 0.2}
+    fake_study(tmp_path / "s", seeds=3, search=False, noise=0.001, cost=cost,
+               step_seconds={"baseline": 0.02, "oelm": 0.01, "oelm-random": 0.01})  # fmt: skip
+    rows = {row[0].main[0]: row for row in baseline_time_table(analyse(tmp_path / "s")).rows}
+    steps, seconds, ratios = ({name: row[i].order for name, row in rows.items()} for i in (2, 3, 4))
+    assert steps == {"baseline": 200, "oelm": 80, "oelm-random": None}  # of evaluations at 40, 80, ..., 200
+    assert seconds["baseline"] == pytest.approx(4.0, rel=0.02)
+    assert seconds["oelm"] == pytest.approx(0.8, rel=0.02)
+    assert ratios["oelm"] == pytest.approx(0.2, rel=0.03)
+    assert rows["oelm-random"][3].main == ("n/a",)
+
+
+def test_an_arm_whose_every_rate_diverged_is_said_and_stops_nobody(tmp_path):
+    fake_study(tmp_path / "s")
+    for path in (tmp_path / "s").glob("oelm-lr*"):
+        if "-s1000-" in path.name:
+            edit(path / "run.json", status="failed", error="loss is not finite at step 12")
+        else:
+            shutil.rmtree(path)
+    assert "oelm (every learning rate of its grid diverged)" in said(tmp_path / "s", "warning")
+    assert {arm.name for _, arm, _ in analyse(tmp_path / "s").comparisons()} == {"oelm-random", "oelm-q"}
+
+
+def test_a_crash_in_the_search_leaves_the_rate_open_as_the_plan_does(tmp_path):
+    fake_study(tmp_path / "s", cost={"baseline": 0.0, "oelm": 0.0})
+    for path in (tmp_path / "s").glob("oelm-lr*"):
+        if "-s1000-" not in path.name:
+            shutil.rmtree(path)
+    crashed = next((tmp_path / "s").glob("oelm-lr0.001-s1000-*/run.json"))
+    edit(crashed, status="failed", error="Traceback (most recent call last):\nMemoryError")
+    assert "oelm (learning rate not chosen yet)" in said(tmp_path / "s", "warning")
+    assert [group.arm for group in planned(read_study(tmp_path / "s"))[1]] == ["oelm"]
 
 
 def test_what_is_no_study_or_no_benchmark_is_one_clear_line(tmp_path):

@@ -56,7 +56,7 @@ def test_the_page_needs_nothing_else_and_every_number_leads_to_its_runs(written)
     for key, number in outline.numbers.items():
         runs = number.get("data-runs", "").split()
         assert all(f"run-{run}" in outline.ids for run in runs)
-        measured = not re.match(r"run\.|facts\.pairs|.*\.published\.(value|claimed|steps|step)$", key)
+        measured = not re.match(r"run\.|.*\.published\.(value|claimed|steps|step)$", key)
         assert bool(runs) == measured, key
 
 
@@ -82,7 +82,7 @@ def test_markdown_tables_are_rectangular_and_latex_is_balanced(written):
     for block in blocks:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
     latex = (written.parent / "r.tex").read_text()
-    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 6
     for row in re.findall(r"^.*\\\\$", latex, re.MULTILINE):
         assert not re.search(r"(?<!\\)[%#_]", row)
 
@@ -97,15 +97,21 @@ def test_published_numbers_stand_beside_the_measured_ones(written):
 
 
 def test_an_untouched_page_passes_the_check(written, page):
-    assert check_report(written, page) == []
+    checked = check_report(written, page)
+    assert checked.differences == []
+    assert (checked.numbers > 300, checked.figures) == (True, 5)
 
 
 @pytest.mark.parametrize(
     ("pattern", "replacement", "reported"),
     [
-        (r'(data-k="\.\.oelm\.ratio"[^>]*>)[\d.]+', r"\g<1>0.999", "..oelm.ratio: the page says 0.999"),
-        (r'(data-k="\.\.oelm\.ppl" data-v=")[\d.]+', r"\g<1>1.5", "..oelm.ppl: the page says"),
-        (r'<a class="n"[^>]*data-k="\.\.oelm\.loss"[^>]*>[^<]*</a>', "", "..oelm.loss: the records give"),
+        (
+            r'(data-k="\.\.oelm\.ratio"[^>]*>)[\d.]+',
+            r"\g<1>0.999",
+            "Arms, oelm, PPL ratio: the page says 0.999, the records give 1.0",
+        ),
+        (r'(data-k="\.\.oelm\.ppl" data-v=")[\d.]+', r"\g<1>1.5", "Arms, oelm, PPL: the page says"),
+        (r'<a class="n"[^>]*data-k="\.\.oelm\.loss"[^>]*>[^<]*</a>', "", "Arms, oelm, Loss: the records give"),
         ("ln 1.05", "ln 1.5", "text: the page says"),
         (r'(data-figure="forest".*?<path d="M )\d+', r"\g<1>7", "figure forest: changed after it was drawn"),
         (r'(data-figure="curves\." data-v=")\w+', r"\g<1>0", "figure curves.: drawn from other data"),
@@ -116,7 +122,7 @@ def test_a_number_changed_on_the_page_is_found(written, page, pattern, replaceme
     changed = re.sub(pattern, replacement, text, count=1, flags=re.DOTALL)
     assert changed != text
     page.write_text(changed)
-    assert any(line.startswith(reported) for line in check_report(written, page))
+    assert any(line.startswith(reported) for line in check_report(written, page).differences)
 
 
 def test_a_record_changed_after_the_page_was_written_is_found(written, tmp_path):
@@ -125,9 +131,9 @@ def test_a_record_changed_after_the_page_was_written_is_found(written, tmp_path)
     facts = json.loads(path.read_text())
     facts["totals"]["peak_memory"] += 100 * 2**20
     path.write_text(json.dumps(facts))
-    found = check_report(folder, written.parent / "r.html")
-    assert [line.partition(":")[0] for line in found] == ["..oelm.memory", f"run.{facts['id']}.memory"]
-    assert re.search(r"the page says 69\d MiB .* the records give 79\d MiB", found[1])
+    found = check_report(folder, written.parent / "r.html").differences
+    assert [line.partition(":")[0] for line in found] == ["Arms, oelm, Memory", f"Runs, {facts['id']}, Memory"]
+    assert re.search(r"the page says 69\d MiB, the records give 79\d MiB$", found[1])
 
 
 def test_a_page_of_something_else_is_refused(written, tmp_path):
@@ -142,18 +148,20 @@ def test_names_from_the_study_file_are_text_not_markup(tmp_path):
     fake_study(tmp_path / "s", seeds=2, search=False, question="Is <script>alert(1)</script> & 5 | 6 safe?")
     write_report(tmp_path / "s", tmp_path / "r.html", md=tmp_path / "r.md", latex=tmp_path / "r.tex")
     assert "<script>alert" not in (tmp_path / "r.html").read_text()
-    assert check_report(tmp_path / "s", tmp_path / "r.html") == []
+    assert check_report(tmp_path / "s", tmp_path / "r.html").differences == []
 
 
 @pytest.mark.parametrize("case", ["empty", "one seed", "accuracy", "no baseline"])
 def test_a_page_is_written_whatever_the_study_holds(tmp_path, case):
-    fields = {"decide": {"metric": "accuracy"}, "published": {"oelm": "XNLI-02"}} if case == "accuracy" else {}
+    fields = {}
+    if case == "accuracy":
+        fields = {"decide": {"metric": "accuracy"}, "published": {"oelm": "XNLI-02"}, "examples": 500}
     fake_study(tmp_path / "s", seeds=1 if case == "one seed" else 2, search=case != "accuracy", **fields)
     for path in [p for p in (tmp_path / "s").iterdir() if p.is_dir()]:
         if case == "empty" or (case == "no baseline" and path.name.startswith("baseline")):
             shutil.rmtree(path)
     write_report(tmp_path / "s", tmp_path / "r.html", md=tmp_path / "r.md", latex=tmp_path / "r.tex")
-    assert check_report(tmp_path / "s", tmp_path / "r.html") == []
+    assert check_report(tmp_path / "s", tmp_path / "r.html").differences == []
     top = (tmp_path / "r.html").read_text().partition("<h2>")[0]
     assert ("No verdict yet" in top) == (case in ("empty", "no baseline"))
 

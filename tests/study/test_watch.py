@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from oelm.record import PHASES, Run, claimed
-from oelm.study.plan import StudyConfig, comparison_runs, describe, search_runs
-from oelm.study.watch import begin, design_table, look, losses, planned, read_study, rows, status_table, watch
+from oelm.study.design import describe, design_table
+from oelm.study.plan import StudyConfig, comparison_runs, search_runs
+from oelm.study.watch import begin, look, losses, planned, read_study, rows, status_table, watch
 
 
 def make_study(folder, **changes):
@@ -98,6 +99,7 @@ def test_a_crash_is_no_result_so_its_arm_waits(tmp_path):
     open_run(oelm).close("failed", error="Traceback (most recent call last):\nOSError: disk full")
     cells, waiting, seen = planned(study)
     assert oelm.config.id not in losses(seen)
+    assert {r["status"] for r in rows(study.folder, study) if r["arm"] == "oelm"} == {"failed"}  # nothing to wait for
     assert [group.arm for group in waiting] == ["oelm"]
     assert {c.group.arm for c in cells if c.stage == "compare"} == {"baseline"}
 

@@ -59,7 +59,7 @@ def test_it_learns_the_task_and_records_every_split(finished):
 
 
 def test_the_predictions_are_those_of_the_saved_model(finished, task):
-    stored = read_predictions(finished)["test"]
+    stored = read_predictions(finished)["splits"]["test"]
     model = AutoModelForSequenceClassification.from_pretrained(finished / "best")
     tokenizer = AutoTokenizer.from_pretrained(finished / "best")
     rows = [line.split("\t") for line in (task / "test.tsv").read_text().splitlines()[1:]]
@@ -157,7 +157,7 @@ def test_encoder_decoders_classify_and_write_labels(seq2seq, task, tmp_path, nam
     stacks = {row["stack"] for row in record["surgery"]["projections"]}
     assert len(stacks) == 3  # encoder, decoder, cross-attention
     assert 0 <= record["totals"]["splits"]["test"]["accuracy"] <= 1
-    assert len(set(read_predictions(tmp_path / "run")["test"]["predicted"])) <= 2
+    assert len(set(read_predictions(tmp_path / "run")["splits"]["test"]["predicted"])) <= 2
     assert audit(tmp_path / "run")
 
 
@@ -185,7 +185,7 @@ def test_labels_that_a_writer_cannot_tell_apart_are_refused(seq2seq, task, tmp_p
 
 
 def test_a_dry_run_counts_and_writes_nothing(encoder, task, tmp_path):
-    said = rehearse(config_for(encoder, task, tmp_path / "run", "method=oelm"), 0)
+    said = rehearse(config_for(encoder, task, tmp_path / "run", "method=oelm"))
     assert "1,088 frozen" in said
     assert "8 x 16 random tokens" in said
     assert not (tmp_path / "run").exists()

@@ -12,18 +12,21 @@ from .words import Format, Words, examples, is_json
 app = typer.Typer()
 
 
-@app.command("ls", epilog=examples("oelm ls", "oelm ls settings", "oelm ls -f json"))
+@app.command("ls", epilog=examples("oelm ls", "oelm ls settings", "oelm ls study -f json"))
 def list_everything(
-    what: Annotated[str | None, typer.Argument(help="settings: every key of a run, its default and meaning")] = None,
+    what: Annotated[
+        str | None, typer.Argument(help="settings: every key of a run, its default and meaning; study: of a study file")
+    ] = None,
     form: Format = "text",
 ) -> None:
-    """List the arms, frame kinds, models, corpora and tasks; or the settings of a run."""
-    if what not in (None, "settings"):
-        raise ValueError(f"{what}: nothing of that name to list; say oelm ls or oelm ls settings")
+    """List the arms, frame kinds, models, corpora and tasks; or the settings of a run, or of a study."""
+    if what not in (None, "settings", "study"):
+        raise ValueError(f"{what}: nothing of that name to list; say oelm ls, oelm ls settings or oelm ls study")
     if what:
-        from ..config import settings
+        from ..config import RunConfig, settings
+        from ..study.plan import StudyConfig
 
-        listed = settings()
+        listed = settings(StudyConfig if what == "study" else RunConfig)
         print(json.dumps(listed, indent=2) if is_json(form) else "\n".join(_setting(s) for s in listed))
         return
     from ..data.corpus import CORPORA

@@ -62,10 +62,9 @@ def train(
     study = ["model=medium-512", "data.tokenizer=gpt2", "train.batch_size=8"] if alias and not file else []
     config = load_config(file, [*study, *alias, *settings])
     if dry_run:
-        from ..study.plan import vocabulary
         from ..training.rehearsal import rehearse
 
-        print(rehearse(config, vocabulary(config.data.tokenizer)))
+        print(rehearse(config))
         return
     from ..training.run import run_training, summary
 

@@ -28,7 +28,7 @@ def step(
     vocab: Annotated[int, typer.Option(help="vocabulary size", min=2)] = 4096,
     blocks: Annotated[int, typer.Option(help="turns of each arm", min=2)] = 12,
     steps: Annotated[int, typer.Option(help="steps a turn", min=1)] = 3,
-    out: Annotated[str | None, typer.Option("-o", help="also write the result as JSON")] = None,
+    out: Annotated[str | None, typer.Option("-o", "--out", help="also write the result as JSON")] = None,
     form: Format = "text",
 ) -> None:
     """Step times of several arms, interleaved in one process, with the FLOP ceiling beside each saving."""
@@ -54,8 +54,8 @@ def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "t
     json_wanted = is_json(form)
     from dataclasses import asdict
 
-    from ..study.plan import describe, load_study
-    from ..study.watch import design_table
+    from ..study.design import describe, design_table
+    from ..study.plan import load_study
 
     design = describe(load_study(file, words or [], scale))
     if json_wanted:
@@ -83,8 +83,8 @@ def run(
 
     config = load_study(file, words or [], scale)
     problems = run_study(config, on=on, address=address, say=lambda text: print(text, flush=True))
-    for folder, problem in problems.items():
-        print(f"oelm: {folder}: {problem}", file=sys.stderr)
+    for problem in problems.values():  # each names its folder
+        print(f"oelm: {problem}", file=sys.stderr)
     from ..report.html import write_report
     from ..report.text import verdict_lines
 
@@ -124,7 +124,9 @@ def watch(where: Where) -> None:
 )
 def report(
     where: Where,
-    out: Annotated[Path | None, typer.Option("-o", help="the page; default: report.html in the study's folder")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="the page; default: report.html in the study's folder")
+    ] = None,
     md: Annotated[Path | None, typer.Option(help="also as Markdown")] = None,
     latex: Annotated[Path | None, typer.Option(help="also its tables as LaTeX")] = None,
     pdf: Annotated[Path | None, typer.Option(help="also as PDF (needs Chromium)")] = None,
@@ -136,18 +138,24 @@ def report(
     if check:
         from ..report.check import check_report
 
-        found = check_report(folder, page)
-        for difference in found:
+        checked = check_report(folder, page)
+        for difference in checked.differences:
             print(difference)
-        if found:
-            raise ValueError(f"{page}: {len(found)} of its numbers are not what the records say")
-        print(f"{page}: every number is what the records say")
+        if found := len(checked.differences):
+            raise ValueError(
+                f"{page}: differs from its records in {found} place{'s' * (found != 1)}, listed above; if the records "
+                f"are right, write the page anew with oelm report {where}"
+            )
+        print(f"{page}: {checked.numbers} numbers and {checked.figures} figures are all what the records say")
         return
     from ..report.html import write_report
     from ..report.text import verdict_lines
 
     print(verdict_lines(write_report(folder, page, md, latex, pdf)))
-    print(f"\nReport: {page}")
+    print()
+    for kind, path in (("Report", page), ("Markdown", md), ("LaTeX", latex), ("PDF", pdf)):
+        if path:
+            print(f"{kind}: {path}")
 
 
 def _folder(where: Path) -> Path:

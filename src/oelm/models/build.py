@@ -65,13 +65,20 @@ def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.M
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name in PRESETS:
+        if num_labels is not None:
+            raise ValueError(f"--labels: {name} is a preset of our GPT, which has no classification head")
         vocab = PRESETS[name].get("vocab_size", 50257)
         return build_gpt(ModelConfig(name=name), vocab, seed=0), f"preset {name}, vocabulary {vocab:,}, random weights"
     labels = {} if num_labels is None else {"num_labels": num_labels}
     if name and Path(name).is_dir():
+        if (Path(name) / "run.json").is_file():
+            raise ValueError(
+                f"{name}: is a run folder; say oelm verify {name} for what its record promises, or "
+                f"oelm inspect {Path(name) / 'best'} for its model"
+            )
         config, origin = config_for(name, name, labels), f"configuration in {name}"
         if any(Path(name).glob("*.safetensors")):
-            return _class_for(config).from_pretrained(name, **labels), f"weights in {name}"
+            return _class_for(config, bool(labels)).from_pretrained(name, **labels), f"weights in {name}"
     elif name in FROM_CONFIG:
         config, origin = config_for(name, name, labels), f"configuration of {name}"
     elif name in CONFIG_MAPPING:
@@ -80,10 +87,10 @@ def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.M
         config, origin = config_for(name, name, labels), f"configuration of {name} from the hub"
     try:
         with torch.device("meta"):
-            model = _class_for(config)(config)
+            model = _class_for(config, bool(labels))(config)
         if sum(p.numel() for p in model.parameters()) > 1e9:
             return model, f"{origin}, shapes only"
-        return _class_for(config)(config), f"{origin}, random weights"
+        return _class_for(config, bool(labels))(config), f"{origin}, random weights"
     except Exception as error:  # whatever an architecture's own code raises on its own default configuration
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -92,10 +99,15 @@ def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.M
         ) from error
 
 
-def _class_for(config: Any) -> Any:
-    """The model class a user would train: as its config says, else the first head that fits."""
+def _class_for(config: Any, classifier: bool = False) -> Any:
+    """The model class a user would train: as its config says, else the first head that fits; or a classifier."""
     import transformers
 
+    if classifier:
+        for mapping in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForImageClassification):
+            if type(config) in mapping._model_mapping:
+                return mapping._model_mapping[type(config)]
+        raise ValueError(f"--labels: transformers has no classifier for architecture {config.model_type!r}")
     for name in getattr(config, "architectures", None) or []:
         if hasattr(transformers, name):
             return getattr(transformers, name)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from ..study import stats
 from ..study.plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
 from ..study.watch import read_study
 from .records import Bench, LeftOut, Measured, read_bench, read_records
+
+ENOUGH = 6  # pairs: with fewer no sign-flip p below 0.05 exists
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,13 @@ class Comparison:
     verdict: stats.Verdict  # after the correction
     p: float | None  # one-sided, of "worse by the margin or more"; None without an interval
     adjusted_p: float | None  # two-sided distance from the margin, after the correction
-    level: float  # the confidence at which the verdict's interval was taken
+    level: float  # the confidence of the interval that is held against the margin
+    zero_level: float  # ... and against zero, for the claim to be better: a family of claims of its own
+
+    @property
+    def provisional(self) -> bool:
+        """A verdict that rests on normality alone: with so few pairs the sign-flip test cannot confirm it."""
+        return self.paired.n > 1 and (self.paired.n < ENOUGH or not self.verdict.sign_flip_attainable)
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Arm:
     runs: tuple[Measured, ...]  # of the comparison, by seed
     spread: stats.Spread | None
     comparison: Comparison | None  # None for the baseline, or without a pair
+    hopeless: bool  # every rate of its grid diverged
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -131,12 +142,36 @@ class Analysis:
                 if arm is not base and base.step_seconds and arm.step_seconds:
                     share = 1 - arm.step_seconds / base.step_seconds
                     ids = (*arm.ids, *base.ids)
-                    ceiling = arm.runs[0].ceiling
+                    # The record's ceiling is against the unfrozen model; this study's baseline may be frozen itself.
+                    ceiling = 1 - (1 - arm.runs[0].ceiling) / (1 - base.runs[0].ceiling)
                     rows.append(Saving(arm.name, setting.title, share, None, ceiling, arm.step_seconds, ids))
         return rows
 
     def comparisons(self) -> list[tuple[Setting, Arm, Comparison]]:
         return [(s, arm, arm.comparison) for s in self.settings for arm in s.arms if arm.comparison]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """An arm's accuracy on one split, the mean over its seeds."""
+
+    mean: float
+    examples: int
+    wilson: stats.Interval  # sampling error of so many examples: the seeds answer the same ones
+
+
+def accuracy(runs: Sequence[Measured], split: str, confidence: float) -> Accuracy | None:
+    """None where a run lacks the split, or the runs did not answer the same examples."""
+    answers = [run.answers[split] for run in runs if split in run.answers]
+    if len(answers) < len(runs) or not comparable(runs):
+        return None
+    right, n = float(np.mean([a.sum() for a in answers])), answers[0].size
+    return Accuracy(right / n, n, stats.wilson(right, n, confidence))
+
+
+def comparable(runs: Sequence[Measured]) -> bool:
+    """Whether all answered the same examples in the same order, as far as their labels tell."""
+    return len({run.data for run in runs}) == 1
 
 
 def margin(study: StudyConfig) -> float:
@@ -149,16 +184,19 @@ def analyse(folder: Path) -> Analysis:
     """Reads a study folder and decides by the rule in its study.json."""
     folder = folder.resolve()  # its name is the study's
     study, bench = read_study(folder), read_bench(folder)
-    runs, left_out = read_records(folder, study.decide.metric)
+    runs, left_out = read_records(folder, study.decide)
     by_cell = {run.cell: run for run in runs}
     search_cells = search_runs(study)
     search = [(cell, by_cell[cell.config.id]) for cell in search_cells if cell.config.id in by_cell]
-    choices = _choices(study, search_cells, by_cell, left_out)
+    losses: dict[str, float | None] = {item.cell: None for item in left_out if item.status == "diverged"}
+    choices = choose(study, losses | {cell: run.best["loss"] for cell, run in by_cell.items()})
     rates = {group: choice.best for group, choice in choices.items()}
     rates |= _rates_in_use(study, search_cells, by_cell)
     cells = comparison_runs(study, rates)
     compare = [(cell, by_cell[cell.config.id]) for cell in cells if cell.config.id in by_cell]
-    arms = {group: _arm(study, group, choices.get(group), rates, search, compare) for group in groups(study)}
+    hopeful = {cell.group for cell in search_cells if losses.get(cell.config.id, 0.0) is not None}
+    hopeless = {cell.group for cell in search_cells} - hopeful
+    arms = {group: _arm(study, group, choices.get(group), rates, search, compare, hopeless) for group in groups(study)}
     settings = [
         Setting(corpus, size, tuple(arms[Group(arm, corpus, size)] for arm in study.arms))
         for corpus in study.corpora or [""] for size in study.sizes or [""]
@@ -171,18 +209,6 @@ def analyse(folder: Path) -> Analysis:
     planned = len(search_cells) + len(arms) * len(study.seeds)
     decided = _decided(study, settings)
     return Analysis(study, decided, tuple(search), tuple(compare), planned, lost, out, strays, bench)
-
-
-def _choices(
-    study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured], left_out: Sequence[LeftOut]
-) -> dict[Group, stats.LrChoice]:
-    """As the study itself chose, but that a group whose every rate diverged is left open instead of an error."""
-    losses: dict[str, float | None] = {item.cell: None for item in left_out if item.status == "diverged"}
-    losses |= {cell: run.best["loss"] for cell, run in by_cell.items()}
-    out = {(cell.group, cell.lr) for cell in cells if losses.get(cell.config.id, 0.0) is None}
-    hopeful = {cell.group for cell in cells if (cell.group, cell.lr) not in out}
-    hopeless = {cell.config.id for cell in cells if cell.group not in hopeful}
-    return choose(study, {cell: loss for cell, loss in losses.items() if cell not in hopeless})
 
 
 def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured]) -> dict[Group, float]:
@@ -201,7 +227,7 @@ def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[st
 
 def _arm(
     study: StudyConfig, group: Group, choice: stats.LrChoice | None, rates: Mapping[Group, float],
-    search: Iterable[tuple[Cell, Measured]], compare: Iterable[tuple[Cell, Measured]],
+    search: Iterable[tuple[Cell, Measured]], compare: Iterable[tuple[Cell, Measured]], hopeless: Set[Group],
 ) -> Arm:  # fmt: skip
     runs = tuple(sorted((run for cell, run in compare if cell.group == group), key=lambda run: run.seed))
     found = None
@@ -211,7 +237,7 @@ def _arm(
     lr = rates.get(group, runs[0].lr if runs else None)
     values = [run.value for run in runs]
     spread = stats.seed_spread(values, confidence=study.decide.confidence) if values else None
-    return Arm(group.arm, lr, found, runs, spread, None)
+    return Arm(group.arm, lr, found, runs, spread, None, group in hopeless)
 
 
 def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, ...]:
@@ -225,11 +251,17 @@ def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, 
             if arm.name != rule.baseline and both:
                 result = stats.paired([run.value - other.value for run, other in both], confidence=rule.confidence)
                 pairs[i, arm.name] = both, result
-    one_sided = {
-        key: stats.noninferiority_p([run.value - other.value for run, other in both], limit) if result.t else None
-        for key, (both, result) in pairs.items()
-    }
-    adjusted, levels = _corrected(one_sided, rule.confidence, len(settings) * (len(study.arms) - 1), rule.correction)
+    planned = len(settings) * (len(study.arms) - 1) if rule.correction == "holm" else None
+
+    def one_sided(against: float) -> dict[tuple[int, str], float | None]:
+        return {
+            key: stats.noninferiority_p([run.value - other.value for run, other in both], against) if result.t else None
+            for key, (both, result) in pairs.items()
+        }
+
+    p_margin = one_sided(limit)
+    adjusted, levels = _corrected(p_margin, rule.confidence, planned)
+    _, zero_levels = _corrected(one_sided(0.0), rule.confidence, planned)
 
     def compared(i: int, arm: Arm) -> Arm:
         key = (i, arm.name)
@@ -237,21 +269,25 @@ def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, 
             return arm
         both, result = pairs[key]
         differences = [run.value - other.value for run, other in both]
-        interval = stats.seed_spread(differences, confidence=levels[key]).t
-        verdict = stats.verdict(replace(result, confidence=levels[key], t=interval), limit)
-        verdict = replace(verdict, sign_flip_attainable=result.smallest_p < 1 - rule.confidence)
+        margin_t, zero_t = (
+            stats.seed_spread(differences, confidence=level).t for level in (levels[key], zero_levels[key])
+        )
+        verdict = stats.verdict(replace(result, t=margin_t), limit)
+        if verdict.decision in ("superior", "non-inferior") and zero_t:
+            verdict = replace(verdict, decision="superior" if zero_t.high < 0 else "non-inferior")
         ids = tuple(side.id for pair in both for side in pair)
         seeds = tuple(run.seed for run, _ in both)
-        found = Comparison(seeds, ids, result, verdict, one_sided[key], adjusted[key], levels[key])
+        found = Comparison(seeds, ids, result, verdict, p_margin[key], adjusted[key], levels[key], zero_levels[key])
         return replace(arm, comparison=found)
 
     return tuple(replace(s, arms=tuple(compared(i, arm) for arm in s.arms)) for i, s in enumerate(settings))
 
 
 def _corrected(
-    one_sided: Mapping[tuple[int, str], float | None], confidence: float, comparisons: int, correction: str
+    one_sided: Mapping[tuple[int, str], float | None], confidence: float, planned: int | None
 ) -> tuple[dict[tuple[int, str], float | None], dict[tuple[int, str], float]]:
-    """Adjusted two-sided p-values of the distance from the margin, and the confidence each verdict's interval needs.
+    """Adjusted two-sided p-values of the distance from the margin (or from zero), and the confidence that each
+    interval needs. `planned`: the number of comparisons that Holm's correction is over; None: no correction.
 
     An arm may be claimed to be within the margin or beyond it, so both sides count. Holm's adjusted p is below
     1 - confidence exactly when the interval at level 1 - (1 - confidence) * p / adjusted excludes the margin:
@@ -260,13 +296,11 @@ def _corrected(
     two_sided = {key: 2 * min(p, 1 - p) for key, p in one_sided.items() if p is not None}
     adjusted: dict[tuple[int, str], float | None] = dict.fromkeys(one_sided)
     levels = dict.fromkeys(one_sided, confidence)
-    if not two_sided:
-        return adjusted, levels
-    values = list(two_sided.values())
-    if correction == "holm":
-        values = stats.holm(values + [1.0] * (comparisons - len(values)))
+    if planned is None or not two_sided:
+        return adjusted | two_sided, levels
+    values = stats.holm([*two_sided.values(), *[1.0] * (planned - len(two_sided))])
     for (key, p), q in zip(two_sided.items(), values, strict=False):
         adjusted[key] = q
-        share = p / q if p > 0 else 1 / comparisons  # p can underflow; the strictest level is safe
+        share = p / q if p > 0 else 1 / planned  # p can underflow; the strictest level is safe
         levels[key] = 1 - (1 - confidence) * share
     return adjusted, levels

@@ -9,8 +9,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from .analysis import analyse
-from .content import content
+from .content import Content, content
+from .elements import Number
 from .html import render, svg_digest
+from .text import plain
 
 _FIGURE = re.compile(r'<figure data-figure="([^"]*)" data-v="([^"]*)" data-svg="([^"]*)">.*?(<svg.*?</svg>)', re.DOTALL)
 
@@ -50,28 +52,58 @@ class _Page(HTMLParser):
             self.loose[" ".join(data.split())] += 1
 
 
-def check_report(folder: Path, html: Path) -> list[str]:
-    """The differences between a written page and what the records of its study say now; empty when there are none."""
+@dataclass(frozen=True)
+class Checked:
+    """How much of a page was checked, and every difference from what the records of its study say now."""
+
+    numbers: int
+    figures: int
+    differences: list[str]
+
+
+def check_report(folder: Path, html: Path) -> Checked:
+    """Derives the page anew from the records and compares number by number, text by text, figure by figure."""
     if not html.is_file():
         raise FileNotFoundError(f"{html}: no such page; write it with `oelm report {folder} -o {html}`")
     shown = html.read_text(encoding="utf-8")
     analysis = analyse(folder)
-    derived = render(analysis, content(analysis))
+    report = content(analysis)
+    derived, names = render(analysis, report), _names(report)
     old, new = _parsed(shown), _parsed(derived)
     if not old.keyed:
         raise ValueError(f"{html}: holds no numbers of a report; is it a page of `oelm report`?")
-    found = [f"{key}: stands on the page twice" for key in old.twice]
+    found = [f"{names.get(key, key)}: stands on the page twice" for key in old.twice]
     for key in sorted(old.keyed.keys() | new.keyed.keys()):
+        name = names.get(key, key)
         if key not in new.keyed:
-            found.append(f"{key}: the page says {old.keyed[key][1]}, the records give no such number")
+            found.append(f"{name}: the page says {old.keyed[key][1]}, the records give no such number")
         elif key not in old.keyed:
-            found.append(f"{key}: the records give {new.keyed[key][1]}, the page lacks it")
+            found.append(f"{name}: the records give {new.keyed[key][1]}, the page lacks it")
         elif old.keyed[key] != new.keyed[key]:
             (value, text), (right, right_text) = old.keyed[key], new.keyed[key]
-            found.append(f"{key}: the page says {text} ({value}), the records give {right_text} ({right})")
+            exact = f" (unrounded: {value} and {right})" if text == right_text else ""
+            found.append(f"{name}: the page says {text}, the records give {right_text}{exact}")
     found += [f"text: the page says {text!r}, which the records do not give" for text in old.loose - new.loose]
     found += [f"text: the records give {text!r}, which the page lacks" for text in new.loose - old.loose]
-    return found + _figures(shown, derived)
+    return Checked(len(new.keyed), len(_FIGURE.findall(derived)), found + _figures(shown, derived))
+
+
+def _names(report: Content) -> dict[str, str]:
+    """Where each number stands, as a reader of the page finds it: table, row, column."""
+    names = {}
+    tables = [*report.arms, *report.more, *([report.rates] if report.rates else []), report.runs]
+    for table in tables:
+        for row in table.rows:
+            title = " ".join(
+                filter(None, (plain(row[0].main), plain(row[0].sub) if not table.key.startswith("arms.") else ""))
+            )
+            for cell, (column, _) in zip(row, table.columns, strict=True):
+                for piece in (*cell.main, *cell.sub):
+                    if isinstance(piece, Number):
+                        names[piece.key] = f"{table.title or 'Arms'}, {title}, {column or 'mark'}"
+    for clause in report.headline:
+        names |= {p.key: "Headline" for arm in clause.arms for p in arm if isinstance(p, Number)}
+    return names | {p.key: f"Top, {what}" for number, what in report.facts for p in number if isinstance(p, Number)}
 
 
 def _parsed(text: str) -> _Page:

@@ -5,21 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .analysis import Analysis
+from .answers import answers_table
 from .details import difference_table, environments, facts, published_table, rate_table, rule, run_table
 from .elements import Piece, Table
 from .notices import Notice, notices
-from .tables import Clause, arm_tables, headline, timing_table
+from .tables import Clause, arm_tables, headline
+from .timing import baseline_time_table, timing_table
 
 
 @dataclass(frozen=True)
 class Content:
     name: str
     question: str
+    metric: str
     headline: list[Clause]
     facts: list[tuple[tuple[Piece, ...], str]]
     notices: list[Notice]
     arms: list[Table]  # one for each corpus and size
-    more: list[Table]  # timing, published rows, differences: those there is something for
+    more: list[Table]  # answers, timing, published rows, differences: those there is something for
     rates: Table | None
     runs: Table
     rule: list[str]
@@ -27,9 +30,11 @@ class Content:
 
 
 def content(analysis: Analysis) -> Content:
-    more = [timing_table(analysis), published_table(analysis), difference_table(analysis)]
+    tables = (answers_table, timing_table, baseline_time_table, published_table, difference_table)
+    more = [make(analysis) for make in tables]
     return Content(
-        analysis.study.name, analysis.study.question, headline(analysis), facts(analysis), notices(analysis),
+        analysis.study.name, analysis.study.question, analysis.study.decide.metric, headline(analysis),
+        facts(analysis), notices(analysis),
         arm_tables(analysis), [table for table in more if table], rate_table(analysis), run_table(analysis),
         rule(analysis), environments(analysis),
     )  # fmt: skip

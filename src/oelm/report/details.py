@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 
 from ..study.plan import Cell as Planned
 from ..study.published import PUBLISHED, Published
-from .analysis import Analysis, Arm, Setting
+from .analysis import ENOUGH, Analysis, Arm, Comparison, Setting
 from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
 from .records import Measured
 from .tables import arm_index, effect, number_key
@@ -96,8 +96,9 @@ def difference_table(analysis: Analysis) -> Table | None:
             bounds("bca", p.bca),
             Cell((Number(f"{key}.flip", p.sign_flip_p, p_text(p.sign_flip_p), c.runs),),
                  ("least possible ", Number(f"{key}.least", p.smallest_p, p_text(p.smallest_p), c.runs))),
-            Cell((Number(f"{key}.below", c.p, p_text(c.p), c.runs),)) if c.p is not None else EMPTY,
-            Cell((Number(f"{key}.level", c.level, f"{c.level:.2%}", c.runs),)),
+            _margin_p(key, c),
+            Cell((Number(f"{key}.level", c.level, f"{c.level:.2%}", c.runs),),
+                 ("zero: ", Number(f"{key}.zero", c.zero_level, f"{c.zero_level:.2%}", c.runs))),
         ))  # fmt: skip
     if not rows:
         return None
@@ -106,11 +107,21 @@ def difference_table(analysis: Analysis) -> Table | None:
     columns = (
         ("Arm", ""), ("Pairs", "seeds finished in both arms"), ("Mean", f"arm − baseline, {unit}; positive is worse"),
         (f"t, {percent}", "decides"), (f"BCa, {percent}", "bootstrap; too narrow below ~20 pairs"),
-        ("Sign-flip p", "two-sided, of no difference at all"),
-        ("p of the margin", "one-sided t test of “worse by the margin or more”, uncorrected"),
-        ("Level", "confidence of the interval that decides, after the correction"),
+        ("p(no difference)", "exact sign-flip test, two-sided, uncorrected: is there any difference? decides nothing"),
+        ("p(margin)", "t test, two-sided, corrected: is the cost the margin itself? the verdict's own p; below, "
+         "one-sided and uncorrected, of “worse by the margin or more”"),
+        ("Level", "confidence of the interval held against the margin, after the correction; below, against zero"),
     )  # fmt: skip
     return Table("paired", "Paired differences", columns, tuple(rows), f"In {unit}; positive means worse.")
+
+
+def _margin_p(key: str, c: Comparison) -> Cell:
+    if c.p is None or c.adjusted_p is None:
+        return EMPTY
+    return Cell(
+        (Number(f"{key}.margin", c.adjusted_p, p_text(c.adjusted_p), c.runs),),
+        ("one-sided ", Number(f"{key}.below", c.p, p_text(c.p), c.runs)),
+    )
 
 
 def rate_table(analysis: Analysis) -> Table | None:
@@ -139,7 +150,9 @@ def run_table(analysis: Analysis) -> Table:
     """Every run that gave a number: what all the others are made of."""
     columns = (
         ("Run", ""), ("Arm", ""), ("Stage", ""), ("Seed", ""), ("Learning rate", ""), ("Steps", ""),
-        ("Best loss", "lowest validation loss, nats"), ("PPL", ""), ("Step", "median time"), ("Memory", "peak"),
+        ("Best loss", "lowest validation loss, nats"),
+        ("PPL", "") if analysis.study.decide.metric == "loss" else ("Accuracy", "on the split that decides"),
+        ("Step", "median time"), ("Memory", "peak"),
     )  # fmt: skip
     ordered = sorted((*analysis.compare, *analysis.search), key=lambda pair: (pair[0].stage, pair[0].group[1:]))
     return Table("runs", "Runs", columns, tuple(_run_row(analysis, cell, run) for cell, run in ordered))
@@ -151,6 +164,10 @@ def _run_row(analysis: Analysis, cell: Planned, run: Measured) -> tuple[Cell, ..
 
     place = " · ".join(part for part in cell.group[1:] if part)
     loss, step = run.best["loss"], run.step_seconds
+    if analysis.study.decide.metric == "loss":
+        level = number("ppl", math.exp(min(loss, 700)), ppl_text(math.exp(min(loss, 700))))
+    else:
+        level = number("accuracy", 1 - run.value, f"{1 - run.value:.2%}")
     return (
         Cell((run.id,), tone="run"),
         Cell((cell.group.arm,), (place,) if place else (), "arm", arm_index(analysis, cell.group.arm)),
@@ -159,7 +176,7 @@ def _run_row(analysis: Analysis, cell: Planned, run: Measured) -> tuple[Cell, ..
         number("lr", run.lr, f"{run.lr:g}"),
         number("steps", run.steps, f"{run.steps:,}"),
         number("loss", loss, f"{loss:.4f}"),
-        number("ppl", math.exp(min(loss, 700)), ppl_text(math.exp(min(loss, 700)))),
+        level,
         number("step", step, seconds_text(step)) if step else EMPTY,
         number("memory", run.peak_memory, bytes_text(run.peak_memory)),
     )
@@ -173,16 +190,22 @@ def rule(analysis: Analysis) -> list[str]:
         what = "the lowest validation loss of a run, in nats per token; differences of it are logarithms of PPL ratios"
         limit = f"a PPL ratio of {d.margin:g}, that is ln {d.margin:g} = {analysis.margin:.4f} nats"
     else:
-        what = "the error rate on validation, at the evaluation with the lowest loss"
+        where = d.split or "validation"
+        what = f"the error rate on {where} of the model with the lowest validation loss, from its stored predictions"
         limit = f"{d.margin_points:g} points of accuracy"
     comparisons = len(analysis.settings) * (len(study.arms) - 1)
-    correction = (
-        f"Holm's correction over the {comparisons} comparisons of this study: each verdict uses the interval at the "
-        "level that Holm's procedure leaves it, between "
-        f"{percent} and {1 - (1 - d.confidence) / max(comparisons, 1):.2%}."
-        if d.correction == "holm"
-        else "No correction for several arms, as the study file asks."
-    )
+    if d.correction != "holm":
+        correction = "No correction for several arms, as the study file asks."
+    elif comparisons < 2:
+        correction = "Holm's correction has nothing to correct: the study has one comparison."
+    else:
+        strictest = 1 - (1 - d.confidence) / comparisons
+        correction = (
+            f"Holm's correction over the {comparisons} comparisons of this study: each verdict uses the interval at "
+            f"the level that Holm's procedure leaves it, between {percent} and {strictest:.2%}; "
+            "claims about the margin and claims to be better than the baseline are corrected each among themselves."
+        )
+    provisional = f"Provisional: fewer than {ENOUGH} pairs, or too few for the sign-flip test to reach the level."
     grid = len(study.lr.of(d.baseline)) if study.lr else 0
     rates = (
         f"Each arm is compared at the best of its own {grid} learning rates, chosen on validation with other seeds."
@@ -194,7 +217,8 @@ def rule(analysis: Analysis) -> list[str]:
         f"Paired by seed with {d.baseline}: the same initialisation seed and the same batches. {rates}",
         f"Margin: {limit}.",
         f"Superior: the t interval of the mean paired difference ({percent} before correction) lies below zero. "
-        "Non-inferior: it lies below the margin. Inferior: it lies above the margin. Else inconclusive.",
+        "Non-inferior: it lies below the margin. Inferior: it lies above the margin. Else inconclusive. "
+        f"{provisional}",
         correction,
     ]
 
@@ -222,9 +246,10 @@ def facts(analysis: Analysis) -> list[tuple[tuple[Piece, ...], str]]:
     ids = tuple(run.id for run in analysis.runs())
     limit = f"{(d.margin - 1) * 100:g}% of perplexity" if d.metric == "loss" else f"{d.margin_points:g} points"
     fewest = min((c.paired.n for *_, c in analysis.comparisons()), default=0)
+    paired = tuple(dict.fromkeys(run for *_, c in analysis.comparisons() for run in c.runs))
     return [
         ((Number("facts.runs", len(ids), f"{len(ids)}", ids), f" of {analysis.planned}"), "runs finished"),
-        ((Number("facts.pairs", fewest, f"{fewest}"),), "paired seeds per arm, at least"),
+        ((Number("facts.pairs", fewest, f"{fewest}", paired),), "paired seeds per arm, at least"),
         ((limit,), "margin of the decision"),
         ((f"{d.confidence:.0%}",), f"confidence, {'Holm-corrected' if d.correction == 'holm' else 'uncorrected'}"),
         ((f"{len(study.arms)}",), "arms"),

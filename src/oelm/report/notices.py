@@ -36,7 +36,9 @@ def _unfinished(analysis: Analysis) -> list[str]:
     for setting in analysis.settings:
         for arm in setting.arms:
             where = _at(arm.name, setting.title)
-            if arm.lr is None and analysis.study.lr:
+            if arm.hopeless:
+                lacking.append(f"{where} (every learning rate of its grid diverged)")
+            elif arm.lr is None and analysis.study.lr:
                 lacking.append(f"{where} (learning rate not chosen yet)")
             elif len(arm.runs) < seeds:
                 lacking.append(f"{where} ({len(arm.runs)} of {seeds} seeds)")
@@ -76,7 +78,7 @@ def _too_few_seeds(analysis: Analysis) -> list[str]:
 
 def _different_data(analysis: Analysis) -> list[str]:
     return [
-        f"The runs{' on ' + setting.title if setting.title else ''} did not all read the same tokens: "
+        f"The runs{' on ' + setting.title if setting.title else ''} did not all read the same data: "
         "differences between arms may be differences of data."
         for setting in analysis.settings
         if len({run.data for arm in setting.arms for run in arm.runs}) > 1

@@ -133,9 +133,9 @@ def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
         if not size:
             continue
         training = np.stack([run.curve[:size] - other.curve[:size] for run, other in pairs])
-        shared = set.intersection(*(set(dict(run.evals)) for pair in pairs for run in pair))
+        shared = set.intersection(*(set(run.losses) for pair in pairs for run in pair))
         at = sorted(shared)
-        validation = np.array([[dict(run.evals)[s] - dict(other.evals)[s] for s in at] for run, other in pairs])
+        validation = np.array([[run.losses[s] - other.losses[s] for s in at] for run, other in pairs])
         steps = (np.arange(size) + 0.5) * pairs[0][0].stride
         lines.append((arm, steps, training, at, validation))
     if not lines:
@@ -263,8 +263,8 @@ def _stacked(arm: Arm) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _evaluated(arm: Arm) -> tuple[list[int], NDArray[np.float64]]:
-    steps = sorted(set.intersection(*(set(dict(run.evals)) for run in arm.runs)))
-    return steps, np.array([[dict(run.evals)[step] for step in steps] for run in arm.runs])
+    steps = sorted(set.intersection(*(set(run.losses) for run in arm.runs)))
+    return steps, np.array([[run.losses[step] for step in steps] for run in arm.runs])
 
 
 def _band(values: NDArray[np.float64], confidence: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from .. import record
 from ..config import RunConfig, validation_line
+from ..study.plan import Decide
 from ..study.watch import Seen, diverged
 
 BINS = 100  # points of a stored loss curve
@@ -37,10 +40,16 @@ class Measured:
     ceiling: float  # share of a step's arithmetic that the freeze can save
     curve: NDArray[np.float64]  # training loss, mean of every `stride` steps
     stride: int
-    evals: tuple[tuple[int, float], ...]  # (step, validation loss)
+    evals: tuple[tuple[int, float, float], ...]  # (step, validation loss, seconds of training until then)
+    answers: Mapping[str, NDArray[np.bool_]]  # split -> which examples the best model got right; empty for a GPT
     environment: str  # JSON, so that equal ones are easily found
-    data: str  # hashes of the tokens
+    data: str  # hashes of the tokens, or of a task's examples and labels
     updated: float
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Validation loss by step."""
+        return {step: loss for step, loss, _ in self.evals}
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def read_bench(folder: Path) -> Bench | None:
         raise ValueError(f"{line}; write it with `oelm bench step -f json`") from None
 
 
-def read_records(folder: Path, metric: str) -> tuple[list[Measured], list[LeftOut]]:
+def read_records(folder: Path, decide: Decide) -> tuple[list[Measured], list[LeftOut]]:
     """Every run folder below `folder`, read one after the other."""
     runs, left_out = [], []
     for path in sorted(p.parent for p in folder.glob("*/run.json")):
@@ -96,7 +105,7 @@ def read_records(folder: Path, metric: str) -> tuple[list[Measured], list[LeftOu
             elif facts["status"] != "finished":
                 left_out.append(LeftOut(path.name, cell, "unfinished", f"status {facts['status']}"))
             else:
-                runs.append(_measured(path, facts, config, metric))
+                runs.append(_measured(path, facts, config, decide))
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             reason = str(error) if isinstance(error, ValueError | OSError) else f"lacks {error}"
             left_out.append(LeftOut(path.name, cell, "damaged", reason.replace(f"{path}/", "")))
@@ -110,7 +119,7 @@ def _config(facts: dict[str, Any]) -> RunConfig:
         raise ValueError(validation_line(error, RunConfig, "run.json")) from None
 
 
-def _measured(path: Path, facts: dict[str, Any], config: RunConfig, metric: str) -> Measured:
+def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Decide) -> Measured:
     metrics = record.read_metrics(path)
     losses, evals = record.losses(metrics), record.evaluations(metrics)
     best, totals = facts["totals"]["best"], facts["totals"]
@@ -120,17 +129,51 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, metric: str)
     if len(losses) != totals["steps"]:
         raise ValueError(f"run.json counts {totals['steps']} steps, metrics.jsonl {len(losses)}")
     stride = -(-(config.train.max_steps or totals["steps"]) // BINS)
+    value, labels, answers = best["loss"], "", dict[str, NDArray[np.bool_]]()
+    if decide.metric == "accuracy":
+        answers, labels = _answers(path, totals)
+        split = decide.split or "validation"
+        if split not in answers:
+            raise ValueError(f"predictions.json has no split {split!r}, only {', '.join(answers)}; see decide.split")
+        value = 1 - float(answers[split].mean())
     return Measured(
         id=facts["id"], folder=path.name, cell=config.id,
-        value=best["loss"] if metric == "loss" else 1 - best["accuracy"], best=best,
+        value=value, best=best, answers=answers,
         seed=config.data_seed, lr=config.train.lr, steps=totals["steps"],
         step_seconds=record.timing_stats(metrics).get("median_step"), peak_memory=totals["peak_memory"],
         trainable=facts["surgery"]["trainable"], frozen=facts["surgery"]["frozen"],
         ceiling=facts["flops_per_token"]["ceiling"], curve=_thinned(losses, stride), stride=stride,
-        evals=tuple((line["step"], line["loss"]) for line in evals),
+        evals=_evaluated(metrics),
         environment=json.dumps({**facts["environment"], "precision": facts["precision"]}, sort_keys=True),
-        data=json.dumps(facts["data_sha256"], sort_keys=True), updated=facts["updated"],
+        data=json.dumps([facts["data_sha256"], labels], sort_keys=True), updated=facts["updated"],
     )  # fmt: skip
+
+
+def _answers(path: Path, totals: dict[str, Any]) -> tuple[dict[str, NDArray[np.bool_]], str]:
+    """Right or wrong by split and example, and a hash of the labels; they must give the record's own accuracies."""
+    predictions = record.read_predictions(path)
+    if predictions["step"] != totals["best"]["step"]:
+        raise ValueError(f"predictions.json is of step {predictions['step']}, the best of {totals['best']['step']}")
+    answers, labels = {}, hashlib.sha256()
+    for name, split in sorted(predictions["splits"].items()):
+        answers[name] = np.equal(split["labels"], split["predicted"])
+        labels.update(f"{name}{split['labels']}".encode())
+        said, right, n = totals["splits"][name], int(answers[name].sum()), answers[name].size
+        if said["n"] != n or round(said["accuracy"] * n) != right:
+            raise ValueError(
+                f"run.json says {said['accuracy']} of {said['n']} on {name}, predictions.json {right} of {n}"
+            )
+    return answers, labels.hexdigest()[:16]
+
+
+def _evaluated(metrics: list[dict[str, Any]]) -> tuple[tuple[int, float, float], ...]:
+    spent, found = 0.0, []
+    for line in metrics:
+        if line["kind"] == "train":
+            spent += sum(line["seconds"])
+        elif line["kind"] == "eval":
+            found.append((line["step"], line["loss"], spent))
+    return tuple(found)
 
 
 def _thinned(losses: list[float], stride: int) -> NDArray[np.float64]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 
-from .analysis import Analysis, Arm, Comparison, Setting
+from .analysis import Analysis, Arm, Comparison, Setting, accuracy
 from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
 
 SIGNS = {"superior": "▲", "non-inferior": "✓", "inferior": "✕", "inconclusive": "?", "too few seeds": "…"}
@@ -13,8 +14,6 @@ SAID = {
     "superior": "Better than the baseline", "non-inferior": "Within the margin", "inferior": "Beyond the margin",
     "inconclusive": "Undecided", "too few seeds": "Too few seeds",
 }  # fmt: skip
-
-POSSIBLE = {"possible": "✓ yes", "noise": "? above, perhaps noise", "impossible": "✕ above the ceiling"}
 
 
 def arm_tables(analysis: Analysis) -> list[Table]:
@@ -28,9 +27,9 @@ def _arm_table(analysis: Analysis, setting: Setting) -> Table:
         ("Arm", "learning rate and number of finished seeds below"),
         ("PPL ratio", f"to the baseline at the same seeds, with its {percent} t interval")
         if loss else ("Difference", f"to the baseline at the same seeds, in points, with its {percent} t interval"),
-        ("Verdict", "by the rule at the end of this page; adjusted p of the distance from the margin below"),
+        ("Verdict", "by the rule at the end of this page; below, p(margin): is the cost the margin itself? corrected"),
         ("Loss", f"mean over seeds of the lowest validation loss, in nats, with its {percent} t interval")
-        if loss else ("Accuracy", f"mean over seeds with its {percent} t interval"),
+        if loss else ("Accuracy", f"mean over seeds; its {percent} Wilson interval is the examples' sampling error"),
         ("PPL", "exp of the mean loss; bits per byte of text below") if loss else ("Loss", "mean validation loss"),
         ("Trained", "parameters that take a gradient"),
         ("Frozen", "parameters that take none; their share below"),
@@ -73,12 +72,13 @@ def _arm_row(analysis: Analysis, setting: Setting, arm: Arm, index: int) -> tupl
 def _level_cells(analysis: Analysis, arm: Arm, key: str) -> tuple[Cell, Cell]:
     """The arm's own level: loss and perplexity, or accuracy and loss."""
     assert arm.spread is not None
-    mean, t = arm.spread.mean, arm.spread.t
-    if analysis.study.decide.metric == "accuracy":
+    mean, t, rule = arm.spread.mean, arm.spread.t, analysis.study.decide
+    if rule.metric == "accuracy":
         losses = math.fsum(run.best["loss"] for run in arm.runs) / len(arm.runs)
-        accuracy = Number(f"{key}.accuracy", 1 - mean, f"{1 - mean:.2%}", arm.ids)
-        bounds = interval(f"{key}.accuracy", (1 - t.high, 1 - t.low) if t else None, ".2%", arm.ids)
-        return Cell((accuracy,), bounds), Cell((Number(f"{key}.loss", losses, f"{losses:.4f}", arm.ids),))
+        level = Number(f"{key}.accuracy", 1 - mean, f"{1 - mean:.2%}", arm.ids)
+        found = accuracy(arm.runs, rule.split or "validation", rule.confidence)
+        bounds = interval(f"{key}.accuracy", found.wilson if found else None, ".2%", arm.ids)
+        return Cell((level,), bounds), Cell((Number(f"{key}.loss", losses, f"{losses:.4f}", arm.ids),))
     bits = [run.best["bits_per_byte"] for run in arm.runs if "bits_per_byte" in run.best]
     below: tuple[Piece, ...] = ()
     if len(bits) == len(arm.runs):
@@ -119,8 +119,9 @@ def _verdict_cell(c: Comparison, key: str) -> Cell:
         " pair" + "s" * (c.paired.n > 1),
     )
     if c.adjusted_p is not None:
-        below = ("p ", Number(f"{key}.p", c.adjusted_p, p_text(c.adjusted_p), c.runs), " · ", *below)
-    return Cell((f"{SIGNS[decision]} {decision}",), below, tone=decision.replace(" ", "-"))
+        below = ("p(margin) ", Number(f"{key}.p", c.adjusted_p, p_text(c.adjusted_p), c.runs), " · ", *below)
+    provisional = ", provisional" if c.provisional else ""
+    return Cell((f"{SIGNS[decision]} {decision}{provisional}",), below, tone=decision.replace(" ", "-"))
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,17 @@ class Clause:
 def headline(analysis: Analysis) -> list[Clause]:
     """The verdict in one sentence, clause by clause."""
     clauses = []
-    for decision, said in SAID.items():
+    for (decision, said), provisional in product(SAID.items(), (False, True)):
         arms = []
         for name in analysis.study.arms:
             places = [
-                (s, c) for s, arm, c in analysis.comparisons() if (arm.name, c.verdict.decision) == (name, decision)
-            ]
+                (s, c) for s, arm, c in analysis.comparisons()
+                if (arm.name, c.verdict.decision, c.provisional) == (name, decision, provisional)
+            ]  # fmt: skip
             if places:
                 arms.append(_settled(analysis, name, places))
         if arms:
-            clauses.append(Clause(decision, said, tuple(arms)))
+            clauses.append(Clause(decision, f"{said} (provisional)" if provisional else said, tuple(arms)))
     compared = {arm.name for _, arm, _ in analysis.comparisons()}
     if open_arms := [name for name in analysis.study.arms if name not in {*compared, analysis.study.decide.baseline}]:
         clauses.append(Clause("open", "No verdict yet", tuple((name,) for name in open_arms)))
@@ -162,32 +164,6 @@ def _settled(analysis: Analysis, name: str, places: list[tuple[Setting, Comparis
     ends = sorted(effects, key=lambda number: number.value)
     span: tuple[Piece, ...] = (ends[0], " to ", ends[-1]) if len(ends) > 1 else (ends[0],)
     return (f"{name}{where} ({before}", *span, f"{after})")
-
-
-def timing_table(analysis: Analysis) -> Table | None:
-    rows = []
-    for row in analysis.savings():
-        key = f"timing.{row.where}.{row.arm}"
-        rows.append((
-            Cell((row.arm,), (row.where,) if row.where else (), tone="arm", swatch=arm_index(analysis, row.arm)),
-            Cell((Number(f"{key}.step", row.seconds, seconds_text(row.seconds), row.runs),)),
-            Cell((Number(f"{key}.saving", row.saving, f"{row.saving:.1%}", row.runs),),
-                 interval(f"{key}.saving", row.interval, ".1%", row.runs)),
-            Cell((Number(f"{key}.ceiling", row.ceiling, f"{row.ceiling:.1%}", row.runs),)),
-            Cell((POSSIBLE[row.standing],), tone="inferior" if row.standing == "impossible" else "quiet"),
-        ))  # fmt: skip
-    columns = (
-        ("Arm", ""), ("Step", "median time of a training step"), ("Saved", "of the baseline's step time"),
-        ("Ceiling", "share of the step's arithmetic that the freeze removes: no saving can be larger"),
-        ("Possible?", "is the saving at most the ceiling?"),
-    )  # fmt: skip
-    note = (
-        "Timed in turns with the baseline in one process (oelm bench step)."
-        if analysis.bench
-        else "From the clocks of separate runs, which share their machine with whatever else it does: not a fair "
-        "comparison. For one, run oelm bench step and put its JSON into the study folder as bench.json."
-    )
-    return Table("timing", "Step time", columns, tuple(rows), note) if rows else None
 
 
 def arm_index(analysis: Analysis, name: str) -> int | None:

@@ -23,7 +23,7 @@ from .watch import is_claimed, look, unsettled
 
 RETRIES = 3  # of a run whose node or worker dies; it starts anew elsewhere
 IN_FLIGHT = 256  # runs handed to Ray at a time: each holds its claim, which is an open file
-RECORD = ("metrics.jsonl", "timing_stats.json", "training.log", "predictions.json", "run.json")
+RECORD = ("metrics.jsonl", "timing_stats.json", "predictions.json", "training.log", "run.json")
 
 Files = dict[str, bytes]  # path inside the run folder -> content
 

@@ -7,10 +7,11 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +21,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from filelock import FileLock, Timeout
+
 from ..config import DataConfig, RunConfig, SystemConfig
-from .plan import Cell, Execution, StudyConfig, choose, comparison_runs, search_runs
+from .plan import Cell, Execution, StudyConfig, choose, comparison_runs, groups, search_runs
 from .watch import begin, is_claimed, look, losses, unsettled
 
 BUSY = 75  # exit code of a child that found its run taken
@@ -49,11 +52,14 @@ def run_study(
 
     search = search_runs(study)
     problems = run(search)
-    rates = {}
-    for group, choice in choose(study, losses({cell.config.id: look(cell) for cell in search})).items():
-        rates[group] = choice.best
-        edge = f", the {choice.edge} of its grid" if choice.edge in ("lowest", "highest") else ""
-        say(f"{group}: learning rate {choice.best:g}{edge}")
+    choices = choose(study, losses({cell.config.id: look(cell) for cell in search}))
+    for group in groups(study) if search else []:
+        if choice := choices.get(group):
+            edge = f", the {choice.edge} of its grid" if choice.edge in ("lowest", "highest") else ""
+            say(f"{group}: learning rate {choice.best:g}{edge}")
+        else:
+            say(f"{group}: no learning rate, so no comparison: its search has runs that failed; see above")
+    rates = {group: choice.best for group, choice in choices.items()}
     return problems | run(comparison_runs(study, rates))
 
 
@@ -85,6 +91,7 @@ class _Launcher:
         self.queue, self.total, self.began = deque(queue), len(cells), time.time()
         self.execution, self.say, self.tick, self.gpus = execution, say, tick, gpus
         self.children: list[_Child] = []
+        self.claims = GpuClaims()
         self.elsewhere: list[Cell] = []  # held by another launcher
         self.attempts: Counter[Path] = Counter()
         self.done = self.total - len(queue)
@@ -104,6 +111,7 @@ class _Launcher:
             self._loop()
         finally:
             self._stop()
+            self.claims.keep(set())
             os.environ.clear()
             os.environ.update(before)
 
@@ -123,6 +131,7 @@ class _Launcher:
                 self.children.remove(child)
                 child.process.join()
                 self._ended(child)
+            self.claims.keep({child.gpu for child in self.children if child.gpu})
             if time.monotonic() - looked >= TICK:
                 looked = time.monotonic()
                 self._look_elsewhere()
@@ -133,7 +142,7 @@ class _Launcher:
         while self.queue and len(self.children) < self.slots:
             gpu = None
             if self.on_gpu:
-                gpu = pick_gpu(self.gpus(), Counter(c.gpu for c in self.children if c.gpu), self.execution)
+                gpu = self._take_gpu()
                 if gpu is None:
                     return
             cell = self.queue.popleft()
@@ -148,6 +157,13 @@ class _Launcher:
                 process = self.context.Process(target=_child, args=(config, gpu), name=cell.folder.name)
                 process.start()
                 self.children.append(_Child(cell, process, gpu))
+
+    def _take_gpu(self) -> str | None:
+        """A GPU with room that no other launcher of ours on this machine has claimed."""
+        free, ours = self.gpus(), Counter(c.gpu for c in self.children if c.gpu)
+        while (gpu := pick_gpu(free, ours, self.execution)) is not None and not self.claims.take(gpu):
+            del free[gpu]
+        return gpu
 
     def _just_failed(self, record: Mapping[str, Any] | None) -> bool:
         """Failed since we began, so in another launcher's hands: once is enough."""
@@ -220,6 +236,31 @@ def pick_gpu(free: Mapping[str, float], ours: Mapping[str, int], execution: Exec
         if (ours.get(gpu, 0) < execution.runs_per_gpu if ours.get(gpu) else share >= execution.gpu_free_memory)
     ]  # fmt: skip
     return min(room, key=lambda gpu: (ours.get(gpu, 0), -free[gpu]), default=None)
+
+
+class GpuClaims:
+    """GPUs that this launcher uses. Memory alone does not tell: a run just started has not taken any yet."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, FileLock] = {}
+
+    def take(self, gpu: str) -> bool:
+        """Claims it for this launcher, unless another one has; the claim ends with the process at the latest."""
+        if gpu not in self.held:
+            folder = Path(tempfile.gettempdir()) / f"oelm-gpus-{os.getuid()}"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            lock = FileLock(folder / f"{gpu}.lock")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                return False
+            self.held[gpu] = lock
+        return True
+
+    def keep(self, gpus: Set[str]) -> None:
+        """Gives up all others."""
+        for gpu in [g for g in self.held if g not in gpus]:
+            self.held.pop(gpu).release()
 
 
 def gpu_memory() -> dict[str, float]:

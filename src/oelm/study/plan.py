@@ -1,8 +1,7 @@
-"""A study file -> its runs, their cost and what they can detect. Pure: what was measured comes in as an argument."""
+"""A study file -> its runs. Pure: what was measured comes in as an argument."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,30 +31,30 @@ class LearningRates(Section):
 class Decide(Section):
     """The rule, written before the runs."""
 
-    metric: Literal["loss", "accuracy"] = "loss"
-    split: str | None = None  # of a task, on which accuracy is compared; left out: validation
-    baseline: str = "baseline"
-    confidence: float = Field(0.95, gt=0.5, lt=1)
+    metric: Literal["loss", "accuracy"] = "loss"  # validation loss, or the accuracy of a task's best model
+    split: str | None = None  # whose accuracy is compared; default: validation. Rates are chosen on validation always
+    baseline: str = "baseline"  # the arm that the others are compared with, at the same seeds
+    confidence: float = Field(0.95, gt=0.5, lt=1)  # of the t interval that decides, before the correction
     margin: float = Field(1.05, gt=1)  # largest acceptable ratio of perplexities; for accuracy see margin_points
     margin_points: float = Field(2.0, gt=0)  # largest acceptable loss of accuracy, in percentage points
-    correction: Literal["holm", "none"] = "holm"
+    correction: Literal["holm", "none"] = "holm"  # over all comparisons of the study
 
 
 class Execution(Section):
     """Where and how many at once; changes no number."""
 
     slots: int | None = Field(None, ge=1)  # runs at once on this machine; default: one per core, or per free GPU
-    runs_per_gpu: int = Field(1, ge=1)
+    runs_per_gpu: int = Field(1, ge=1)  # at once
     gpu_free_memory: float = Field(0.9, gt=0, le=1)  # a GPU with at least this share of its memory free is free
-    cpus_per_run: float = Field(1, gt=0)  # Ray resources
-    gpus_per_run: float = Field(0, ge=0)
+    cpus_per_run: float = Field(1, gt=0)  # asked of a Ray cluster; also the threads of a run there
+    gpus_per_run: float = Field(0, ge=0)  # asked of a Ray cluster; a share is fine
 
 
 class StudyConfig(Section):
     """Arms x corpora x sizes x learning rates x seeds, and how to decide."""
 
-    name: str
-    question: str
+    name: str  # of its folder below base.system.runs_dir; the file's own name if left out
+    question: str  # the report's title
     base: dict[str, Any] = Field({})  # a RunConfig, as in its own file
     arms: dict[str, dict[str, Any]] = Field(min_length=1)  # name -> overrides; without a method, the name is the method
     seeds: list[int] = Field([0, 1, 2, 3, 4, 5], min_length=1)  # both init_seed and data_seed
@@ -74,6 +73,8 @@ class StudyConfig(Section):
                 raise ValueError(f"{name!r} names a folder: use letters, digits, . _ and - only")
         if self.decide.baseline not in self.arms:
             raise ValueError(f"decide.baseline: {self.decide.baseline!r} is not one of the arms {', '.join(self.arms)}")
+        if self.decide.split and self.decide.metric != "accuracy":
+            raise ValueError("decide.split: the loss is compared on validation; a split needs decide.metric=accuracy")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: a seed stands there twice")
         for key in self.published:
@@ -181,7 +182,7 @@ def search_runs(study: StudyConfig) -> list[Cell]:
 
 
 def choose(study: StudyConfig, losses: Mapping[str, float | None]) -> dict[Group, LrChoice]:
-    """The best learning rate of every group whose search is complete.
+    """The best learning rate of every group whose search is complete; none where every rate diverged.
 
     `losses`: best validation loss by run id, None for a run that diverged, whose learning rate is then out.
     """
@@ -196,9 +197,8 @@ def choose(study: StudyConfig, losses: Mapping[str, float | None]) -> dict[Group
         for cell in cells:
             table.setdefault(cell.lr, []).append(losses[cell.config.id])
         sound = {lr: [v for v in values if v is not None] for lr, values in table.items() if None not in values}
-        if not sound:
-            raise ValueError(f"lr.grid: every learning rate of {group} diverged; lower the grid")
-        chosen[group] = choose_lr(sound, confidence=study.decide.confidence)
+        if sound:
+            chosen[group] = choose_lr(sound, confidence=study.decide.confidence)
     return chosen
 
 
@@ -221,82 +221,3 @@ def _cell(study: StudyConfig, stage: Stage, group: Group, seed: int, lr: float |
     name = "-".join([*filter(None, group), f"lr{lr:g}", f"s{seed}"])
     out = str(study.folder / f"{name}-{config.id}")
     return Cell(stage, group, seed, lr, config.model_copy(update={"name": name, "out": out}))
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What the runs of one stage and group take, estimated without training."""
-
-    stage: str
-    arm: str
-    corpus: str
-    size: str
-    runs: int
-    parameters: int
-    trained: int
-    tokens: int  # of all these runs
-    flops: float  # of all these runs
-    memory: int  # bytes of one run: weights, gradients, two moments, and roughly the activations; no framework
-
-
-@dataclass(frozen=True)
-class Design:
-    """The plan before anything starts."""
-
-    name: str
-    question: str
-    costs: list[Cost]
-    pairs: int
-    smallest_p: float
-    detectable: float | None  # nats; None for one pair
-    notes: list[str]
-
-
-def describe(study: StudyConfig, sd: float = 0.01) -> Design:
-    """Cost and power of a study; `sd` is the assumed spread, in nats, of the paired differences over seeds."""
-    from .stats import minimum_detectable, smallest_p
-
-    rates = {group: study.lr.of(group.arm)[0] for group in groups(study)} if study.lr else {}  # any costs the same
-    costs: dict[tuple[str, Group], list[Cell]] = {}
-    for cell in [*search_runs(study), *comparison_runs(study, rates)]:
-        costs.setdefault((cell.stage, cell.group), []).append(cell)
-    n, rule, p = len(study.seeds), study.decide, smallest_p(len(study.seeds))
-    rivals = sum(group.arm != rule.baseline for group in groups(study))
-    detectable = minimum_detectable(n, sd, confidence=rule.confidence) if n > 1 else None
-    holm = f", {min(1, p * rivals):.3g} after Holm over {rivals}" if rule.correction == "holm" and rivals > 1 else ""
-    notes = [f"{n} paired seeds, {rivals} comparisons: smallest attainable sign-flip p {p:.3g}{holm}"]
-    if p >= 1 - rule.confidence:
-        notes.append(f"no sign-flip p below {1 - rule.confidence:.2g} is attainable; six seeds are the fewest for 0.05")
-    if detectable is None:
-        notes.append("one seed has no interval: no verdict is attainable")
-    elif rule.metric == "loss":
-        margin = f"the margin (ln {rule.margin:g} = {math.log(rule.margin):.4f})"
-        found = f"found with power 80 %: {detectable:.4f} nats away from 0 or from {margin}"
-        notes.append(f"{found}, assuming that paired differences have sd {sd:g} nats")
-    return Design(study.name, study.question, [_cost(cells) for cells in costs.values()], n, p, detectable, notes)
-
-
-def _cost(cells: list[Cell]) -> Cost:
-    import torch
-
-    from ..flops import count_flops
-    from ..method.surgery import dry_oelm
-    from ..models.build import build_gpt
-
-    config, group = cells[0].config, cells[0].group
-    with torch.device("meta"):
-        model = build_gpt(config.model, vocabulary(config.data.tokenizer), 0)
-    report, shape, train = dry_oelm(model, config.method.oelm(0)), model.config, config.train
-    step = train.batch_size * shape.context
-    steps = min(train.max_steps, max(1, train.max_tokens // step)) if train.max_tokens else train.max_steps
-    tokens = steps * step * len(cells)
-    kept = (8 * shape.d_model + 2 * shape.d_ff) * shape.n_layer * step // train.accumulate  # for the backward pass
-    memory = 4 * (report.total + 3 * report.trainable + kept)  # fp32; frozen weights have no gradient, no moments
-    flops = count_flops(model, shape.context).total * tokens
-    return Cost(cells[0].stage, *group, len(cells), report.total, report.trainable, tokens, flops, memory)
-
-
-def vocabulary(tokenizer: str) -> int:
-    """Its size without loading it; GPT-2's for one that only its file knows."""
-    size = tokenizer.removeprefix("bpe:")
-    return int(size) if size.isdecimal() else 257 if size == "bytes" else 50257

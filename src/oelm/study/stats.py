@@ -140,9 +140,9 @@ def verdict(result: Paired, margin: float) -> Verdict:
 
 
 def noninferiority_p(differences: ArrayLike, margin: float) -> float:
-    """One-sided t test of "worse by `margin` or more"; its level is (1 - confidence) / 2, also after Holm."""
+    """One-sided t test of "worse by `margin` or more" (0: of "not better"); its level is (1 - confidence) / 2."""
     d = _numbers("differences", differences)
-    _check_range("margin", margin, math.inf)
+    _check(0 <= margin < math.inf, f"margin: {margin} is not a finite number from 0 on")
     if missing := _why_no_interval(d):
         raise ValueError(f"differences: no t test: {missing}")
     return float(sps.ttest_1samp(d, margin, alternative="less").pvalue)
@@ -184,8 +184,12 @@ def choose_lr(table: Mapping[float, Sequence[float]], *, confidence: float = 0.9
     return LrChoice(best, ends.get(best), curve)
 
 
-def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
-    """Wilson interval of a proportion: the sampling error of an accuracy on n examples."""
+def wilson(successes: float, n: int, confidence: float = 0.95) -> Interval:
+    """Wilson interval of a proportion: the sampling error of an accuracy on n examples.
+
+    For the mean of several seeds on the same examples give their mean number of successes and still n examples:
+    a seed more asks no question more.
+    """
     _check(0 <= successes <= n and n > 0, f"successes: {successes} of {n} is no proportion")
     _check_range("confidence", confidence)
     return Interval(*map(float, sms.proportion_confint(successes, n, 1 - confidence, method="wilson")))

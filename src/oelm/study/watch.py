@@ -10,19 +10,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filelock import FileLock
 from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from ..config import validation_line
-from ..record import claimed, differences, read_metrics, read_run, write_atomically
-from .plan import Cell, Design, Group, StudyConfig, choose, comparison_runs, groups, search_runs
+from ..record import claimed, differences, evaluations, read_metrics, read_run, write_atomically
+from .plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
 
 COLUMNS = {
     "run": "{}", "stage": "{}", "arm": "{}", "corpus": "{}", "size": "{}", "seed": "{}", "lr": "{:g}", "step": "{:,}",
-    "percent": "{:.0f}", "train_loss": "{:.4f}", "val_ppl": "{:.2f}", "tokens_per_second": "{:,.0f}", "remaining": "{}",
-    "status": "{}",
+    "percent": "{:.0f}", "train_loss": "{:.4f}", "val_ppl": "{:.2f}", "val_accuracy": "{:.2%}",
+    "tokens_per_second": "{:,.0f}", "remaining": "{}", "status": "{}",
 }  # fmt: skip
 STATUSES = {"running": "cyan", "failed": "red", "damaged": "red", "interrupted": "yellow", "stopped": "yellow",
             "waiting": "", "finished": "green"}  # fmt: skip
@@ -32,6 +33,13 @@ OVER = ("finished", "failed", "damaged")
 def begin(study: StudyConfig) -> Path:
     """Writes study.json once. A file that changed since is refused: the design was decided before the runs."""
     path = study.folder / "study.json"
+    study.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(study.folder / ".begin"):  # two launchers may begin at once
+        _begin(study, path)
+    return study.folder
+
+
+def _begin(study: StudyConfig, path: Path) -> None:
     if path.exists():
         if changed := differences(_design(read_study(study.folder)), _design(study)):
             raise ValueError(
@@ -39,9 +47,7 @@ def begin(study: StudyConfig) -> Path:
                 f"or start a study of its own with name={study.name}-2"
             )
     else:
-        study.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, study.model_dump_json(indent=1, exclude={"cpu"}) + "\n")
-    return study.folder
 
 
 def read_study(folder: Path) -> StudyConfig:
@@ -142,8 +148,12 @@ def rows(folder: Path, study: StudyConfig | None = None) -> list[dict[str, Any]]
     study = study or read_study(folder)
     cells, waiting, seen = planned(study)
     table = [_row(cell, seen[cell.config.id]) for cell in cells]
-    empty = dict.fromkeys(COLUMNS) | {"stage": "compare", "status": "waiting"}
-    return table + [{**empty, **group._asdict(), "seed": seed} for seed in study.seeds for group in waiting]
+    searching = {cell.group for cell in cells if cell.stage == "search" and seen[cell.config.id].status not in OVER}
+    empty = dict.fromkeys(COLUMNS) | {"stage": "compare"}
+    for group in waiting:  # in vain, where the search is over without a rate
+        status = "waiting" if group in searching else "failed"
+        table += [{**empty, **group._asdict(), "seed": seed, "status": status} for seed in study.seeds]
+    return table
 
 
 def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
@@ -161,7 +171,7 @@ def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
         steps = seen.record.get("total_steps") or cell.config.train.max_steps or train["step"]
         row |= {
             "step": train["step"], "percent": 100.0 if seen.status == "finished" else 100 * train["step"] / steps,
-            "train_loss": train["loss"][-1], "val_ppl": best,
+            "train_loss": train["loss"][-1], "val_ppl": best.get("ppl"), "val_accuracy": best.get("accuracy"),
             "tokens_per_second": train["tokens"] / seconds if seconds else None,
             "remaining": round((steps - train["step"]) * seconds) if seen.status == "running" else None,
         }  # fmt: skip
@@ -169,11 +179,11 @@ def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _progress(folder: Path, changed: int, size: int) -> tuple[dict[str, Any] | None, float | None]:
-    """The newest training line and the best perplexity; read again only when the file has changed."""
+def _progress(folder: Path, changed: int, size: int) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The newest training line and the best evaluation; read again only when the file has changed."""
     metrics = read_metrics(folder)
     train = next((line for line in reversed(metrics) if line["kind"] == "train"), None)
-    return train, min((line["ppl"] for line in metrics if line["kind"] == "eval" and "ppl" in line), default=None)
+    return train, min(evaluations(metrics), key=lambda line: line["loss"], default={})
 
 
 def status_table(table: Sequence[dict[str, Any]], room: int | None = None) -> Table:
@@ -195,21 +205,12 @@ def status_table(table: Sequence[dict[str, Any]], room: int | None = None) -> Ta
     return result
 
 
-def design_table(design: Design) -> Table:
-    """The plan for people: a line for each stage and group, what it costs, and the notes below."""
-    total = sum(cost.flops for cost in design.costs)
-    runs = sum(cost.runs for cost in design.costs)
-    lines = [f"{runs} runs, {total:.3g} FLOPs in all", "memory: weights, gradients, two moments, roughly activations"]
-    result = Table(title=f"{design.name}: {design.question}", caption="\n".join([*lines, *design.notes]))
-    result.caption_justify = result.title_justify = "left"
-    for name in ("stage", "arm", "corpus", "size"):
-        result.add_column(name)
-    for name in ("runs", "parameters", "trained", "tokens", "FLOPs", "memory"):
-        result.add_column(name, justify="right", no_wrap=True)
-    for c in design.costs:
-        counts = [f"{c.runs}", f"{c.parameters:,}", f"{c.trained:,}", f"{c.tokens:,}", f"{c.flops:.3g}"]
-        result.add_row(c.stage, c.arm, c.corpus, c.size, *counts, f"{c.memory / 2**20:,.0f} MiB")
-    return result
+def duration_text(seconds: float) -> str:
+    """Of a run or a study, as people say it."""
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h" if hours < 100 else f"{hours / 24:.0f} days"
 
 
 @contextmanager

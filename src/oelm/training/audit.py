@@ -22,6 +22,11 @@ def audit(folder: Path) -> list[str]:
     said = record["surgery"]
     done = []
 
+    if not (folder / "best" / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"{folder}: the run is {record['status']} and has no saved model in best/, which its first evaluation "
+            "writes; verify it after that, or train it with its own command"
+        )
     best = load_file(folder / "best" / "model.safetensors")
     if config.task:
         shape = config.model.model_copy(update={"name": str(folder / "best")})
@@ -53,7 +58,7 @@ def audit(folder: Path) -> list[str]:
         lowest = min(evaluations(metrics), key=lambda line: line["loss"])
         if (lowest["loss"], lowest["step"]) != (totals["best"]["loss"], totals["best"]["step"]):
             raise ValueError(f"{folder}: the best evaluation in metrics.jsonl is not the one in run.json")
-        for name, split in read_predictions(folder).items() if config.task else []:
+        for name, split in read_predictions(folder)["splits"].items() if config.task else []:
             right = sum(a == b for a, b in zip(split["labels"], split["predicted"], strict=True))
             if right / len(split["labels"]) != totals["splits"][name]["accuracy"]:
                 raise ValueError(f"{folder}: predictions.json and run.json differ in the accuracy on {name}")

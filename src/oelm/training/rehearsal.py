@@ -58,13 +58,19 @@ class RandomTokens:
         raise TypeError("random tokens make no model worth saving")
 
 
-def random_model(config: RunConfig, vocab_size: int) -> tuple[Any, int, int | None]:
+def vocabulary(tokenizer: str) -> int:
+    """Its size without loading it; GPT-2's for one that only its file knows."""
+    size = tokenizer.removeprefix("bpe:")
+    return int(size) if size.isdecimal() else 257 if size == "bytes" else 50257
+
+
+def random_model(config: RunConfig, vocab_size: int | None = None) -> tuple[Any, int, int | None]:
     """The run's model with random weights, its tokens per sequence, and its classes if it is a classifier.
 
-    A task's sequences are taken to be `task.max_length` long, and `vocab_size` is our GPT's.
+    A task's sequences are taken to be `task.max_length` long. `vocab_size` is our GPT's, by default its tokenizer's.
     """
     if config.task is None:
-        model = build_gpt(config.model, vocab_size, config.init_seed)
+        model = build_gpt(config.model, vocab_size or vocabulary(config.data.tokenizer), config.init_seed)
         return model, model.config.context, None
     labels = describe(config.task).labels
     model = build_classifier(config.model, labels, config.init_seed, pretrained=False)
@@ -79,10 +85,10 @@ def start_accelerator(config: RunConfig) -> Accelerator:
     return Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), cpu=device.type == "cpu")
 
 
-def rehearse(config: RunConfig, vocab_size: int) -> str:
+def rehearse(config: RunConfig) -> str:
     """Builds, operates and takes one optimizer step, writes nothing; says what was counted and checked."""
     accelerator = start_accelerator(config)
-    model, context, classes = random_model(config, vocab_size)
+    model, context, classes = random_model(config)
     report = apply_oelm(model, config.method.oelm(config.init_seed))
     flops = count_flops(model, context)
     task = RandomTokens(model.config.vocab_size, config.train.batch_size, context, classes)

@@ -1,0 +1,220 @@
+"""A study before anything starts: what it costs in arithmetic, memory and time, and what it can detect."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ..config import RunConfig, TaskConfig
+from ..data.tasks import describe as published_task
+from ..data.tasks import load_task
+from ..flops import count_flops
+from ..method.surgery import dry_oelm
+from ..record import read_metrics, timing_stats
+from ..runtime import choose_precision, measure_peak
+from ..training.rehearsal import random_model
+from .execute import gpu_memory, share_cores
+from .plan import Cell, Group, StudyConfig, comparison_runs, groups, search_runs
+from .stats import minimum_detectable, smallest_p
+from .watch import Seen, duration_text, planned
+
+SHARE = 0.4  # of the matmul peak that a step is assumed to reach: measured 0.28 with 0.2M parameters, 0.77 with 45M
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the runs of one stage and group take, estimated without training."""
+
+    stage: str
+    arm: str
+    corpus: str
+    size: str
+    runs: int
+    parameters: int
+    trained: int
+    tokens: int  # of all these runs
+    flops: float  # of all these runs, training alone
+    evaluation: float  # FLOPs of their evaluations
+    memory: int  # bytes of one run: weights, gradients, two moments, and roughly the activations; no framework
+    seconds: float = 0.0  # of all these runs, one after the other
+
+
+@dataclass(frozen=True)
+class Design:
+    """The plan before anything starts."""
+
+    name: str
+    question: str
+    costs: list[Cost]
+    slots: int  # runs at once on this machine
+    seconds: dict[str, float]  # by stage, with so many slots
+    left: float  # seconds of what is not finished yet
+    basis: str  # what the times are estimated from
+    pairs: int
+    smallest_p: float
+    detectable: float | None  # nats; None for one pair
+    notes: list[str]
+
+
+def describe(study: StudyConfig, sd: float = 0.01) -> Design:
+    """Cost and power of a study; `sd` is the assumed spread, in nats, of the paired differences over seeds."""
+    rates = {group: study.lr.of(group.arm)[0] for group in groups(study)} if study.lr else {}  # any costs the same
+    cells: dict[tuple[str, Group], list[Cell]] = {}
+    for cell in [*search_runs(study), *comparison_runs(study, rates)]:
+        cells.setdefault((cell.stage, cell.group), []).append(cell)
+    some = next(iter(cells.values()))[0].config
+    gpus = len(gpu_memory())
+    slots, threads = share_cores(study.execution, some.system.threads, gpus)
+    abreast = min(slots, gpus) if gpus else slots  # runs that share a GPU share its speed
+    costs, spent, basis = _timed([_cost(group) for group in cells.values()], study, some, threads)
+    seconds: dict[str, float] = {}
+    for stage in dict.fromkeys(stage for stage, _ in cells):
+        here = [cost for cost in costs if cost.stage == stage]
+        seconds[stage] = max(sum(c.seconds for c in here) / abreast, max(c.seconds / c.runs for c in here))
+    left = max(0.0, sum(seconds.values()) - spent / abreast)
+    n, detectable = len(study.seeds), None
+    if n > 1:
+        detectable = minimum_detectable(n, sd, confidence=study.decide.confidence)
+    return Design(
+        study.name, study.question, costs, slots, seconds, left, basis, n, smallest_p(n), detectable,
+        _notes(study, sd, detectable),
+    )  # fmt: skip
+
+
+def _notes(study: StudyConfig, sd: float, detectable: float | None) -> list[str]:
+    n, rule = len(study.seeds), study.decide
+    p, level = smallest_p(n), 1 - rule.confidence
+    rivals = sum(group.arm != rule.baseline for group in groups(study))
+    times = rivals if rule.correction == "holm" and rivals > 1 else 1
+    holm = f", {min(1, p * times):.3g} after Holm over {times}" if times > 1 else ""
+    pairs, comparisons = f"{n} paired seed{'s' * (n != 1)}", f"{rivals} comparison{'s' * (rivals != 1)}"
+    notes = [f"{pairs}, {comparisons}: smallest attainable sign-flip p {p:.3g}{holm}"]
+    enough, corrected = _seeds_for(level), _seeds_for(level / times)
+    if n < enough:
+        notes.append(f"no sign-flip p below {level:.2g} is attainable: that takes {enough} seeds")
+    if enough <= n < corrected:
+        notes.append(
+            f"no Holm-corrected sign-flip p below {level:.2g} is attainable: that takes {corrected} seeds; verdicts "
+            "rest on the t interval, which assumes normally distributed differences"
+        )
+    if 1 < n < enough:
+        notes.append("a verdict of so few seeds will be marked provisional")
+    if detectable is None:
+        notes.append("one seed has no interval: no verdict is attainable")
+    elif rule.metric == "loss":
+        margin = f"the margin (ln {rule.margin:g} = {math.log(rule.margin):.4f})"
+        found = f"found with power 80 %: {detectable:.4f} nats away from 0 or from {margin}"
+        alone = ", before Holm" if times > 1 else ""
+        notes.append(f"{found}, assuming that paired differences have sd {sd:g} nats{alone}")
+    return notes
+
+
+def _seeds_for(level: float) -> int:
+    """The fewest pairs whose smallest sign-flip p is below `level`."""
+    return next(n for n in range(1, 100) if smallest_p(n) < level)
+
+
+def _examples(task: TaskConfig | None) -> int:
+    """How many a task trains on: as asked for, else as its files have, else as published."""
+    assert task is not None  # a language model has max_steps
+    local = task.path or task.train
+    return task.train_examples or (len(load_task(task).splits["train"]) if local else published_task(task).train_rows)
+
+
+def _cost(cells: list[Cell]) -> Cost:
+    config, group = cells[0].config, cells[0].group
+    with torch.device("meta"):
+        model, context, _ = random_model(config)
+    shape: Any = model.config
+    report, train = dry_oelm(model, config.method.oelm(0)), config.train
+    step = train.batch_size * context
+    steps = train.max_steps or math.ceil((train.epochs or 1) * _examples(config.task) / train.batch_size)
+    if train.max_tokens:
+        steps = min(steps, max(1, train.max_tokens // step))
+    tokens = steps * step * len(cells)
+    width, inner = shape.hidden_size, shape.intermediate_size
+    kept = (8 * width + 2 * inner) * shape.num_hidden_layers * step // train.accumulate  # for the backward pass
+    memory = 4 * (report.total + 3 * report.trainable + kept)  # fp32; frozen weights have no gradient, no moments
+    flops = count_flops(model, context)
+    per_evaluation = 0 if config.task else train.eval_tokens or 0
+    evaluated = -(-steps // train.eval_every) * per_evaluation * len(cells)
+    return Cost(
+        cells[0].stage, *group, len(cells), report.total, report.trainable, tokens, flops.total * tokens,
+        flops.forward * evaluated, memory,
+    )  # fmt: skip
+
+
+def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: int) -> tuple[list[Cost], float, str]:
+    """The costs with their seconds, the seconds of finished runs among them, and what this was estimated from.
+
+    Finished runs of the study are the best measure: a group's own where it has some, else all runs' seconds per FLOP.
+    """
+    cells, _, seen = planned(study)
+    own: dict[Group, list[float]] = {}
+    for cell in cells:
+        if (seconds := _seconds(cell, seen[cell.config.id])) is not None:
+            own.setdefault(cell.group, []).append(seconds)
+    each = {group: sum(spent) / len(spent) for group, spent in own.items()}
+    work = {Group(c.arm, c.corpus, c.size): (c.flops + c.evaluation) / c.runs for c in costs}
+    if each:
+        done = sum(map(len, own.values()))
+        speed = sum(work[group] for group in each) / sum(each.values())
+        basis = f"{done} finished run{'s' * (done != 1)} of this study"
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        precision, _ = choose_precision(config.train.precision, device)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        speed = SHARE * measure_peak(device, precision)
+        torch.set_num_threads(before)
+        basis = (
+            f"arithmetic at {SHARE:.0%} (assumed) of a matrix product's speed, {speed / SHARE / 1e9:.3g} GFLOP/s as "
+            "just measured on this machine in its present state; tiny models run slower, large ones faster"
+        )
+    timed = []
+    for cost in costs:
+        group = Group(cost.arm, cost.corpus, cost.size)
+        timed.append(replace(cost, seconds=cost.runs * each.get(group, work[group] / speed)))
+    return timed, sum(map(sum, own.values())), basis
+
+
+def _seconds(cell: Cell, seen: Seen) -> float | None:
+    """How long a finished run took, the waits between its sittings left out."""
+    if seen.record is None or seen.status != "finished":
+        return None
+    if len(seen.record.get("sittings", [])) == 1:
+        return float(seen.record["updated"] - seen.record["started"])
+    try:
+        timing = timing_stats(read_metrics(cell.folder))
+    except ValueError:
+        return None
+    return float(timing["train_seconds"] + timing["validation_seconds"] + timing["checkpoint_seconds"])
+
+
+def design_table(design: Design) -> Table:
+    """The plan for people: a line for each stage and group, what it costs, and the notes below."""
+    total, runs = sum(cost.flops for cost in design.costs), sum(cost.runs for cost in design.costs)
+    stages = ", ".join(f"{stage} {duration_text(seconds)}" for stage, seconds in design.seconds.items())
+    together = duration_text(sum(design.seconds.values()))
+    left = f"; {duration_text(design.left)} left" if design.left < sum(design.seconds.values()) else ""
+    lines = [
+        f"{runs} runs, {total:.3g} FLOPs in all; memory: weights, gradients, two moments, roughly activations",
+        f"time on this machine, {design.slots} run{'s' * (design.slots != 1)} at once: about {together} ({stages})"
+        f"{left}",
+        f"  from {design.basis}",
+    ]
+    result = Table(title=f"{design.name}: {design.question}", caption="\n".join([*lines, *design.notes]))
+    result.caption_justify = result.title_justify = "left"
+    for name in ("stage", "arm", "corpus", "size"):
+        result.add_column(name)
+    for name in ("runs", "parameters", "trained", "tokens", "FLOPs", "memory", "a run"):
+        result.add_column(name, justify="right", no_wrap=True)
+    for c in design.costs:
+        counts = [f"{c.runs}", f"{c.parameters:,}", f"{c.trained:,}", f"{c.tokens:,}", f"{c.flops:.3g}"]
+        size = f"{c.memory / 2**20:,.0f} MiB"
+        result.add_row(c.stage, c.arm, c.corpus, c.size, *counts, size, duration_text(c.seconds / c.runs))
+    return result

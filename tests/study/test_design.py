@@ -1,0 +1,79 @@
+"""What a plan says before anything starts: cost, time, and what the design can show."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from study.test_watch import finish, make_study
+from study.trial import STUDY
+
+from oelm.study.design import describe, design_table
+from oelm.study.plan import comparison_runs
+
+
+def test_the_plan_counts_runs_arithmetic_and_memory(load):
+    design = describe(load())
+    costs = {(c.stage, c.arm): c for c in design.costs}
+    assert {key: c.runs for key, c in costs.items()} == {
+        (stage, arm): n for stage, n in (("search", 2), ("compare", 3)) for arm in STUDY["arms"]
+    }
+    baseline, oelm = costs["compare", "baseline"], costs["compare", "oelm"]
+    assert baseline.tokens == 3 * 100 * 16 * 64  # runs x steps x batch x context
+    assert baseline.parameters == baseline.trained == oelm.parameters
+    frozen = oelm.parameters - oelm.trained
+    assert frozen == 2 * 2 * 64 * 64  # layers x (q, k) x d_model^2
+    assert baseline.flops - oelm.flops == 2 * frozen * oelm.tokens  # the weight gradients that freezing spares
+    assert baseline.memory - oelm.memory == 12 * frozen  # a gradient and two moments, 4 bytes each
+
+
+def test_the_plan_says_what_the_seeds_can_show(load):
+    few, six = describe(load(seeds=[0, 1])), describe(load(seeds=list(range(6))))
+    assert (few.smallest_p, six.smallest_p) == (0.5, 0.03125)
+    assert any("no sign-flip p below 0.05 is attainable" in note for note in few.notes)
+    assert not any("no sign-flip p" in note for note in six.notes)
+    assert few.detectable > six.detectable > 0
+    assert describe(load(seeds=list(range(6))), sd=0.02).detectable == pytest.approx(2 * six.detectable)
+    alone = describe(load(seeds=[0]))
+    assert alone.detectable is None
+    assert any("no verdict is attainable" in note for note in alone.notes)
+
+
+def test_a_model_that_cannot_be_built_is_said_before_anything_starts(load):
+    with pytest.raises(ValueError, match="3 heads do not divide"):
+        describe(load("base.model={name: tiny, n_head: 3}"))
+
+
+@pytest.mark.parametrize(("seeds", "arms", "attainable"), [(6, 2, True), (6, 3, False), (7, 3, True)])
+def test_a_corrected_p_out_of_reach_is_said(load, seeds, arms, attainable):
+    """Two comparisons at six seeds: 2 x 0.031 is above 0.05, however the runs turn out."""
+    names = list(STUDY["arms"])[:arms]
+    notes = describe(load(seeds=list(range(seeds)), arms={name: STUDY["arms"][name] for name in names})).notes
+    assert (
+        any("no Holm-corrected sign-flip p below 0.05 is attainable: that takes 7 seeds" in n for n in notes)
+        != attainable
+    )
+    assert any("1 comparison:" in note for note in notes) == (arms == 2)
+
+
+def test_time_is_estimated_from_arithmetic_and_then_from_finished_runs(tmp_path):
+    study = make_study(tmp_path, execution={"slots": 2})
+    first = describe(study)
+    assert "assumed" in first.basis
+    assert first.left == pytest.approx(sum(first.seconds.values()))
+    assert all(cost.seconds > 0 for cost in first.costs)
+    cell = comparison_runs(study, {})[0]
+    finish(cell)
+    path = cell.folder / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"updated": record["started"] + 100}))
+    then = describe(study)
+    assert then.basis == "1 finished run of this study"
+    seconds = {cost.arm: cost.seconds for cost in then.costs}
+    assert seconds["baseline"] == pytest.approx(200)  # its own two runs
+    assert 150 < seconds["oelm"] < 200  # by arithmetic: it has a little less to do
+    assert then.seconds["compare"] == pytest.approx(sum(seconds.values()) / 2)  # two at once
+    assert then.left == pytest.approx(then.seconds["compare"] - 50)
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(design_table(then))
+    assert "2 runs at once: about" in console.export_text()
