@@ -285,10 +285,11 @@ def test_claims_to_be_better_are_corrected_among_themselves():
     shape = np.array([-1.0, -0.6, -0.2, 0.2, 0.6, 1.0]) * 0.002  # of the differences over six seeds
 
     def decided(means, spreads=(1.0,) * 6):
+        differences = [m + s * shape for m, s in zip(means, spreads, strict=True)]
         arms = tuple(
             Arm(name, 1e-3, None, tuple(SimpleNamespace(seed=s, value=v, id="x") for s, v in enumerate(values)),
                 None, None, False)
-            for name, values in zip(study.arms, [[0.0] * 6, *(m + s * shape for m, s in zip(means, spreads, strict=True))], strict=True)
+            for name, values in zip(study.arms, [[0.0] * 6, *differences], strict=True)
         )  # fmt: skip
         return [arm.comparison for arm in _decided(study, [Setting("", "", arms)])[0].arms[1:]]
 
