@@ -284,11 +284,12 @@ def test_claims_to_be_better_are_corrected_among_themselves():
                                         "decide": {"baseline": "a0"}})  # fmt: skip
     shape = np.array([-1.0, -0.6, -0.2, 0.2, 0.6, 1.0]) * 0.002  # of the differences over six seeds
 
-    def decided(means):
+    def decided(means, spreads=(1.0,) * 6):
+        differences = [m + s * shape for m, s in zip(means, spreads, strict=True)]
         arms = tuple(
             Arm(name, 1e-3, None, tuple(SimpleNamespace(seed=s, value=v, id="x") for s, v in enumerate(values)),
                 None, None, False)
-            for name, values in zip(study.arms, [[0.0] * 6, *(mean + shape for mean in means)], strict=True)
+            for name, values in zip(study.arms, [[0.0] * 6, *differences], strict=True)
         )  # fmt: skip
         return [arm.comparison for arm in _decided(study, [Setting("", "", arms)])[0].arms[1:]]
 
@@ -296,6 +297,10 @@ def test_claims_to_be_better_are_corrected_among_themselves():
     alone = stats.paired(better + shape)
     assert alone.t.high < 0
     assert {c.verdict.decision for c in decided([better] * 6)} == {"non-inferior"}
+    last = decided([0.0] * 5 + [better], [0.1] * 5 + [1.0])[-1]
+    assert last.level == pytest.approx(0.95)  # against the margin
+    assert last.zero_level > 0.99
+    assert last.verdict.decision == "non-inferior"
     assert {c.verdict.decision for c in decided([-0.02] * 6)} == {"superior"}
     mixed = [c.verdict.decision for c in decided([-0.02] * 5 + [better])]
     assert mixed == ["superior"] * 6  # the others' claims being settled, the last has the whole level

@@ -113,7 +113,7 @@ def test_an_untouched_page_passes_the_check(written, page):
         (r'(data-k="\.\.oelm\.ppl" data-v=")[\d.]+', r"\g<1>1.5", "Arms, oelm, PPL: the page says"),
         (r'<a class="n"[^>]*data-k="\.\.oelm\.loss"[^>]*>[^<]*</a>', "", "Arms, oelm, Loss: the records give"),
         ("ln 1.05", "ln 1.5", "text: the page says"),
-        (r'(data-figure="forest".*?<path d="M )\d+', r"\g<1>7", "figure forest: changed after it was drawn"),
+        (r'(data-figure="forest\.".*?<path d="M )\d+', r"\g<1>7", "figure forest.: changed after it was drawn"),
         (r'(data-figure="curves\." data-v=")\w+', r"\g<1>0", "figure curves.: drawn from other data"),
     ],
 )
@@ -164,6 +164,23 @@ def test_a_page_is_written_whatever_the_study_holds(tmp_path, case):
     assert check_report(tmp_path / "s", tmp_path / "r.html").differences == []
     top = (tmp_path / "r.html").read_text().partition("<h2>")[0]
     assert ("No verdict yet" in top) == (case in ("empty", "no baseline"))
+
+
+def test_many_arms_in_several_settings_keep_their_own_colours_and_figures(tmp_path):
+    cost = {"baseline": 0.0} | {f"arm{i}": 0.1 * i for i in range(12)}
+    arms = {name: {"method": {"arm": "oelm", "gain": 1 + i}} for i, name in enumerate(cost)}
+    corpora = {"code": {}, "stories": {"data": {"tokenizer": "bytes"}}}
+    fake_study(tmp_path / "s", seeds=2, search=False, cost=cost, arms=arms, corpora=corpora)
+    write_report(tmp_path / "s", tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    for place in ("code", "stories"):
+        forest = re.search(rf'data-figure="forest\.{place}".*?</figure>', text, re.DOTALL)[0]
+        assert all(f">{name}<" in forest for name in list(cost)[1:])
+    table = re.search(r'data-table="arms\.code".*?</table>', text, re.DOTALL)[0]
+    colours = re.findall(r"var\((--arm-\d+)\)", table)
+    assert len(set(colours)) == 13
+    assert all(text.count(f"{colour}: #") == 2 for colour in colours)  # in light and in dark
+    assert check_report(tmp_path / "s", tmp_path / "r.html").differences == []
 
 
 def test_an_unknown_published_row_is_named(tmp_path):

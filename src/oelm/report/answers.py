@@ -13,6 +13,7 @@ def answers_table(analysis: Analysis) -> Table | None:
     rows = []
     for setting in analysis.settings:
         splits = sorted({split for arm in setting.arms for run in arm.runs for split in run.answers})
+        splits.sort(key=lambda split: split != (analysis.study.decide.split or "validation"))
         rows += [_row(analysis, setting, arm, split) for split in splits for arm in setting.arms if arm.runs]
     percent = f"{analysis.study.decide.confidence:.0%}"
     columns = (

@@ -246,11 +246,12 @@ def facts(analysis: Analysis) -> list[tuple[tuple[Piece, ...], str]]:
     ids = tuple(run.id for run in analysis.runs())
     limit = f"{(d.margin - 1) * 100:g}% of perplexity" if d.metric == "loss" else f"{d.margin_points:g} points"
     fewest = min((c.paired.n for *_, c in analysis.comparisons()), default=0)
+    many = len(analysis.settings) > 1
     paired = tuple(dict.fromkeys(run for *_, c in analysis.comparisons() for run in c.runs))
     return [
         ((Number("facts.runs", len(ids), f"{len(ids)}", ids), f" of {analysis.planned}"), "runs finished"),
         ((Number("facts.pairs", fewest, f"{fewest}", paired),), "paired seeds per arm, at least"),
         ((limit,), "margin of the decision"),
         ((f"{d.confidence:.0%}",), f"confidence, {'Holm-corrected' if d.correction == 'holm' else 'uncorrected'}"),
-        ((f"{len(study.arms)}",), "arms"),
+        ((f"{len(study.arms)}",), "arms" + (f", each in {len(analysis.settings)} settings" if many else "")),
     ]  # fmt: skip

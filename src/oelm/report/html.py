@@ -54,7 +54,7 @@ def render(analysis: Analysis, report: Content) -> str:
     by_setting = {
         setting.title: [entry for entry in drawn if _belongs(entry[0], setting.title)] for setting in analysis.settings
     }
-    overall = [entry for entry in drawn if entry[0].key in ("forest", "savings")]
+    overall = [entry for entry in drawn if entry[0].key.startswith(("forest.", "savings."))]
     return template.render(report=report, legend=legend, overall=overall, by_setting=by_setting, palette=PALETTE)
 
 

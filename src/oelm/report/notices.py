@@ -125,7 +125,11 @@ def _edges(analysis: Analysis) -> list[str]:
 
 def _machines(analysis: Analysis) -> list[str]:
     count = Counter(run.environment for run in analysis.runs())
-    return [f"The runs come from {len(count)} different environments, listed below."] if len(count) > 1 else []
+    return (
+        [f"The runs come from {len(count)} different environments; the page lists them under “Where it ran”."]
+        if len(count) > 1
+        else []
+    )
 
 
 def _at(arm: str, title: str) -> str:

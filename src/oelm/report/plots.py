@@ -22,7 +22,7 @@ from scipy.special import stdtrit  # type: ignore[import-untyped]
 from .analysis import Analysis, Arm, Setting
 from .tables import arm_index
 
-PALETTE = 8  # --arm-0 ... --arm-7 in the page
+PALETTE = 13  # --arm-0 ... --arm-12 in the page
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.4, 1.5)))
 INK, MUTED, RULE, GOOD = "#00fe01", "#00fe02", "#00fe03", "#00fe04"  # stand-ins that no palette holds
 _VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", GOOD: "--good"}
@@ -50,25 +50,28 @@ def colour(index: int | None) -> str:
 
 def figures(analysis: Analysis) -> list[Figure]:
     """Those that the records suffice for."""
-    made = [_forest(analysis)]
+    made = [_forest(analysis, setting) for setting in analysis.settings]
+    made += [_savings(analysis, where) for where in dict.fromkeys(row.where for row in analysis.savings())]
     for setting in analysis.settings:
         made += [_curves(analysis, setting), _differences(analysis, setting), _rates(analysis, setting)]
-    return [figure for figure in (*made, _savings(analysis)) if figure]
+    return [figure for figure in made if figure]
 
 
-def _forest(analysis: Analysis) -> Figure | None:
+def _forest(analysis: Analysis, setting: Setting) -> Figure | None:
+    """The arms of one setting; all settings have one scale, so that they can be compared by eye."""
     found, loss = analysis.comparisons(), analysis.study.decide.metric == "loss"
-    if not found:
+    if not any(arm.comparison for arm in setting.arms):
         return None
 
     def shown(difference: float) -> float:
         return math.exp(difference) if loss else -100 * difference
 
-    rows = [(arm, s.title, shown(c.paired.mean), [shown(b) for b in c.paired.t or ()]) for s, arm, c in found]
+    every = [(arm, s.title, shown(c.paired.mean), [shown(b) for b in c.paired.t or ()]) for s, arm, c in found]
+    rows = [row for row in every if row[1] == setting.title]
     limit, none = shown(analysis.margin), shown(0.0)
 
     def draw(axes: Axes) -> None:
-        ends = [limit, none, *(v for *_, value, bounds in rows for v in (value, *bounds))]
+        ends = [limit, none, *(v for *_, value, bounds in every for v in (value, *bounds))]
         pad = 0.08 * (max(ends) - min(ends))
         axes.set_xlim(min(ends) - pad, max(ends) + pad)
         low, high = axes.get_xlim()
@@ -80,22 +83,24 @@ def _forest(analysis: Analysis) -> Figure | None:
             if bounds:
                 axes.plot(bounds, [y, y], color=tint, linewidth=2.2)
             axes.plot([value], [y], "o", color=tint, markersize=6.5)
-        labels = [f"{arm.name}\n{title}" if title else arm.name for arm, title, *_ in rows]
         axes.set_yticks(range(len(rows)), labels, color=INK)
         axes.set_ylim(len(rows) - 0.4, -0.75)
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
-        axes.annotate("no difference", (none, -0.72), xytext=(0, 3), textcoords="offset points", fontsize=7.5,
-                      ha="center", color=MUTED)  # fmt: skip
-        axes.annotate("margin", (limit, -0.72), xytext=(0, 3), textcoords="offset points", fontsize=7.5, ha="center",
-                      color=MUTED)  # fmt: skip
+        near = abs(limit - none) < 0.25 * (high - low)  # then the two words would overlap
+        for text, at, other in (("no difference", none, limit), ("margin", limit, none)):
+            side = "center" if not near else "right" if at < other else "left"
+            axes.annotate(text, (at, -0.72), xytext=(0, 3), textcoords="offset points", fontsize=7.5, ha=side,
+                          color=MUTED)  # fmt: skip
         axes.set_xlabel("perplexity ÷ baseline's" if loss else "accuracy − baseline's (points)")
 
+    labels = [arm.name for arm, *_ in rows]
     data = [(arm.name, title, value, bounds) for arm, title, value, bounds in rows]
-    height = 1.15 + 0.46 * len(rows)
+    height = 1.15 + (0.46 if len(rows) < 6 else 0.3) * len(rows)
     confidence = f"{analysis.study.decide.confidence:.0%}"
     caption = f"Dot: mean over paired seeds. Line: {confidence} t interval. Shaded: acceptable by the rule."
-    return _figure("forest", "What each arm costs", caption, [data, limit], draw, height, left=1.15, top=0.28)
+    title = f"What each arm costs{' on ' if setting.title else ''}{setting.title}"
+    return _figure(f"forest.{setting.title}", title, caption, [data, limit], draw, height, left=_room(labels), top=0.28)
 
 
 def _curves(analysis: Analysis, setting: Setting) -> Figure | None:
@@ -107,7 +112,7 @@ def _curves(analysis: Analysis, setting: Setting) -> Figure | None:
         for arm, (steps, values) in arms:
             index = arm_index(analysis, arm.name)
             low, high = values.min(axis=0), values.max(axis=0)
-            axes.fill_between(steps, low, high, color=colour(index), alpha=0.16, linewidth=0)
+            axes.fill_between(steps, low, high, color=colour(index), alpha=_pale(len(arms)), linewidth=0)
             axes.plot(steps, values.mean(axis=0), color=colour(index), linestyle=_dash(index))
             at, losses = _evaluated(arm)
             axes.plot(at, losses.mean(axis=0), "o", color=colour(index), markersize=3.6)
@@ -150,7 +155,7 @@ def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
         for arm, steps, training, at, validation in lines:
             index = arm_index(analysis, arm.name)
             low, high = _band(training, confidence)
-            axes.fill_between(steps, low, high, color=colour(index), alpha=0.16, linewidth=0)
+            axes.fill_between(steps, low, high, color=colour(index), alpha=_pale(len(lines)), linewidth=0)
             axes.plot(steps, training.mean(axis=0), color=colour(index), linestyle=_dash(index))
             axes.plot(at, validation.mean(axis=0), "o", color=colour(index), markersize=3.6)
             late = slice(len(steps) // 8, None)
@@ -194,10 +199,9 @@ def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
     return _figure(f"rates.{setting.title}", "Learning-rate search", caption, data, draw)
 
 
-def _savings(analysis: Analysis) -> Figure | None:
-    rows = analysis.savings()
-    if not rows:
-        return None
+def _savings(analysis: Analysis, where: str) -> Figure:
+    rows = [row for row in analysis.savings() if row.where == where]
+    labels = [row.arm for row in rows]
 
     def draw(axes: Axes) -> None:
         for y, row in enumerate(rows):
@@ -207,7 +211,7 @@ def _savings(analysis: Analysis) -> Figure | None:
                 axes.plot(row.interval, [y, y], color=INK, linewidth=1.1)
             axes.plot([row.ceiling] * 2, [y - 0.38, y + 0.38], color=INK, linewidth=2.2, solid_capstyle="butt")
         axes.axvline(0, color=INK, linewidth=0.9)
-        axes.set_yticks(range(len(rows)), [f"{r.arm}\n{r.where}" if r.where else r.arm for r in rows], color=INK)
+        axes.set_yticks(range(len(rows)), labels, color=INK)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
@@ -219,8 +223,9 @@ def _savings(analysis: Analysis) -> Figure | None:
     caption = "Thick mark: the ceiling, all that the freeze's arithmetic can save. " + (
         "Thin line: interval." if analysis.bench else "Pale bars: separate processes, not timed in turns."
     )
-    height = 0.95 + 0.46 * len(rows)
-    return _figure("savings", "Step time saved, and the ceiling", caption, data, draw, height, left=1.15)
+    height = 0.95 + (0.46 if len(rows) < 6 else 0.3) * len(rows)
+    title = f"Step time saved, and the ceiling{', on ' if where else ''}{where}"
+    return _figure(f"savings.{where}", title, caption, data, draw, height, left=_room(labels))
 
 
 def _figure(
@@ -239,6 +244,11 @@ def _figure(
         file = io.StringIO()
         canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return Figure(key, title, caption, _inline(file.getvalue(), f"{title}. {caption}"), digest)
+
+
+def _room(labels: list[str]) -> float:
+    """Inches for the longest name beside an axis."""
+    return max(1.0, 0.2 + 0.073 * max(map(len, labels)))
 
 
 def _inline(svg: str, description: str) -> str:
@@ -272,6 +282,11 @@ def _band(values: NDArray[np.float64], confidence: float) -> tuple[NDArray[np.fl
     n = len(values)
     half = stdtrit(n - 1, (1 + confidence) / 2) * values.std(axis=0, ddof=1) / math.sqrt(n)
     return values.mean(axis=0) - half, values.mean(axis=0) + half
+
+
+def _pale(arms: int) -> float:
+    """How dense a band may be: those of many arms lie on top of each other."""
+    return 0.16 if arms < 6 else 0.05
 
 
 def _dash(index: int | None) -> Any:

@@ -158,7 +158,9 @@ def _settled(analysis: Analysis, name: str, places: list[tuple[Setting, Comparis
     effects = [replace(effect(analysis, c, f"{s.title}.{name}")[0], key=f"top.{s.title}.{name}") for s, c in places]
     before, after = ("PPL × ", "") if analysis.study.decide.metric == "loss" else ("", " points")
     if len(places) == len(analysis.settings):
-        where = f" in all {len(places)} settings" if len(places) > 1 else ""
+        where = ""  # the facts below say how many settings there are
+    elif len(places) > 2:
+        where = f" in {len(places)} of {len(analysis.settings)} settings"
     else:
         where = f" on {' and '.join(s.title for s, _ in places)}"
     ends = sorted(effects, key=lambda number: number.value)
