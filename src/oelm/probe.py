@@ -163,24 +163,27 @@ def text_puzzles(text: Tensor, eot: int) -> Puzzles:
         raise ValueError("probe: too short a context, or too few different tokens, for a repeated segment")
     rng = random.Random("probe")
     count = math.ceil(ANSWERS / (length - 1))
-    return _stacked([recall.induction_puzzle(rng, tokens, length) for _ in range(count)], eot)
+    return _stacked([recall.puzzle(rng, recall.runs(rng, tokens, 1, length)) for _ in range(count)], eot)
 
 
 def corpus_puzzles(tokens: Tokens, context: int) -> dict[str, Puzzles]:
     """Unseen puzzles of the corpus `recall`, the longest that it has."""
-    if (longest := 1 + max(4 * recall.PAIRS, 2 * recall.SEGMENT)) > context:
+    if (longest := 1 + 2 * max(2 * recall.PAIRS, recall.RUNS * recall.RUN)) > context:
         raise ValueError(f"model.context: {context} tokens do not hold a puzzle of the corpus recall; {longest} would")
     coder, rng = Tokenizer.from_file(str(tokens.folder / "tokenizer.json")), random.Random("recall/probe")
-    drawn = {
-        "induction": [recall.induction_puzzle(rng, recall.KEYS + recall.VALUES, recall.SEGMENT)
-                      for _ in range(math.ceil(ANSWERS / (recall.SEGMENT - 1)))],
-        "recall": [recall.recall_puzzle(rng, recall.PAIRS) for _ in range(math.ceil(ANSWERS / recall.PAIRS))],
-    }  # fmt: skip
+
+    def encoded(segments: list[list[str]]) -> recall.Puzzle[int]:
+        drawn = recall.puzzle(rng, segments)
+        return recall.Puzzle(coder.encode("".join(drawn.symbols)).ids, drawn.asked, drawn.sources)
+
+    symbols, eot = recall.KEYS + recall.VALUES, tokens.manifest.eot
+    inductions, recalls = math.ceil(ANSWERS / (recall.RUNS * (recall.RUN - 1))), math.ceil(ANSWERS / recall.PAIRS)
     return {
-        kind: _stacked([recall.Puzzle(coder.encode("".join(p.symbols)).ids, p.asked, p.sources) for p in puzzles],
-                       tokens.manifest.eot)
-        for kind, puzzles in drawn.items()
-    }  # fmt: skip
+        "induction": _stacked(
+            [encoded(recall.runs(rng, symbols, recall.RUNS, recall.RUN)) for _ in range(inductions)], eot
+        ),
+        "recall": _stacked([encoded(recall.pairs(rng, recall.PAIRS)) for _ in range(recalls)], eot),
+    }
 
 
 def _stacked(puzzles: Sequence[recall.Puzzle[int]], eot: int) -> Puzzles:

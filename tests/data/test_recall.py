@@ -19,8 +19,9 @@ def small(monkeypatch):
 
 def puzzles():
     rng = random.Random(0)
-    yield from (recall.recall_puzzle(rng, pairs, rounds) for pairs, rounds in [(1, 1), (2, 3), (8, 2)])
-    yield from (recall.induction_puzzle(rng, range(100, 200), length, times) for length, times in [(2, 9), (40, 2)])
+    yield from (recall.puzzle(rng, recall.pairs(rng, count), rounds) for count, rounds in [(1, 1), (2, 3), (8, 2)])
+    for count, length, rounds in [(1, 40, 1), (2, 2, 5), (4, 4, 2)]:
+        yield recall.puzzle(rng, recall.runs(rng, range(100, 200), count, length), rounds)
 
 
 @pytest.mark.parametrize("puzzle", list(puzzles()), ids=lambda p: f"{len(p.symbols)} symbols")
@@ -36,7 +37,7 @@ def test_the_answer_follows_an_earlier_copy_of_what_is_asked(puzzle):
 
 def test_recall_asks_for_every_key_and_in_another_order_than_it_was_given():
     rng = random.Random(1)
-    drawn = [recall.recall_puzzle(rng, 8, 2) for _ in range(20)]
+    drawn = [recall.puzzle(rng, recall.pairs(rng, 8), 2) for _ in range(20)]
     assert all(sorted(p.symbols[16:32]) == sorted(p.symbols[32:]) == sorted(p.symbols[:16]) for p in drawn)
     assert all(sorted(puzzle.sources) == list(range(1, 16, 2)) for puzzle in drawn)
     assert len({tuple(puzzle.sources) for puzzle in drawn}) > 10

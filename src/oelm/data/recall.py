@@ -1,7 +1,8 @@
 """Generated puzzles whose answer stands earlier in the text, so that where attention must look is known.
 
-Recall: pairs of key and value, then every key again in another order, each followed by its value (aX bQ bQ aX).
-Induction: a segment of distinct random symbols, again and again. In both, a symbol must find what followed it before.
+A puzzle is some short segments, then the same again in another order: a repeated symbol must find what followed it.
+Recall: a segment is a key and its value (aX bQ bQ aX). Induction: it is a run of distinct symbols (aXc Qbf Qbf aXc).
+The order is random, or a look at a fixed distance, blind to what stands there, would be enough.
 """
 
 import random
@@ -9,9 +10,9 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-PAIRS, SEGMENT = 8, 16  # at most; the corpus has them from a quarter of that up, repeated as often as LENGTH allows
-LENGTH = 48  # symbols of a document, at most
 KEYS, VALUES = string.ascii_lowercase[:16], string.ascii_uppercase[:16]  # induction takes symbols of both
+PAIRS, RUNS, RUN = 8, 4, 4  # the most pairs, runs, and symbols a run of the corpus; the fewest are two
+LENGTH = 48  # symbols of a document, at most: it repeats its segments as often as that allows
 DOCUMENTS = 100_000  # of the corpus, both splits together
 Symbol = TypeVar("Symbol", str, int)
 
@@ -27,17 +28,28 @@ class Puzzle(NamedTuple, Generic[Symbol]):
     sources: list[int]
 
 
-def recall_puzzle(rng: random.Random, pairs: int, rounds: int = 1) -> Puzzle[str]:
-    """Distinct keys with random values, then rounds of all keys, each in an order of its own."""
-    keys, values = rng.sample(KEYS, pairs), rng.choices(VALUES, k=pairs)
-    orders = [rng.sample(range(pairs), pairs) for _ in range(rounds)]
-    symbols = [symbol for order in [range(pairs), *orders] for i in order for symbol in (keys[i], values[i])]
-    return Puzzle(symbols, list(range(2 * pairs, 4 * pairs, 2)), [2 * i + 1 for i in orders[0]])
+def puzzle(rng: random.Random, segments: Sequence[Sequence[Symbol]], rounds: int = 1) -> Puzzle[Symbol]:
+    """Segments of one length, then rounds of all of them, each round in an order of its own.
+
+    Which segment comes next cannot be known, so nothing is asked at the last symbol of one.
+    """
+    length, count = len(segments[0]), len(segments)
+    orders: list[list[int]] = [rng.sample(range(count), count) for _ in range(rounds)]
+    symbols = [symbol for order in [[*range(count)], *orders] for i in order for symbol in segments[i]]
+    places = [(place, i, step) for place, i in enumerate(orders[0]) for step in range(length - 1)]
+    asked = [(count + place) * length + step for place, _, step in places]
+    return Puzzle(symbols, asked, [i * length + step + 1 for _, i, step in places])
 
 
-def induction_puzzle(rng: random.Random, symbols: Sequence[Symbol], length: int, times: int = 2) -> Puzzle[Symbol]:
-    """A segment of distinct symbols, repeated; where the second begins cannot be known, so its first is not asked."""
-    return Puzzle(rng.sample(symbols, length) * times, list(range(length, 2 * length - 1)), list(range(1, length)))
+def pairs(rng: random.Random, count: int) -> list[list[str]]:
+    """Distinct keys, each with a random value."""
+    return [[key, rng.choice(VALUES)] for key in rng.sample(KEYS, count)]
+
+
+def runs(rng: random.Random, symbols: Sequence[Symbol], count: int, length: int) -> list[list[Symbol]]:
+    """Runs of random symbols, no symbol twice."""
+    drawn = rng.sample(symbols, count * length)
+    return [drawn[i * length : (i + 1) * length] for i in range(count)]
 
 
 def recall_documents(stream: str) -> Iterator[str]:
@@ -48,9 +60,7 @@ def recall_documents(stream: str) -> Iterator[str]:
     rng = random.Random(f"recall/{stream}")
     while True:
         if rng.random() < 0.5:
-            pairs = rng.randint(PAIRS // 4, PAIRS)
-            puzzle = recall_puzzle(rng, pairs, LENGTH // (2 * pairs) - 1)
+            segments = pairs(rng, rng.randint(2, PAIRS))
         else:
-            length = rng.randint(SEGMENT // 4, SEGMENT)
-            puzzle = induction_puzzle(rng, KEYS + VALUES, length, LENGTH // length)
-        yield "".join(puzzle.symbols)
+            segments = runs(rng, KEYS + VALUES, rng.randint(2, RUNS), rng.randint(2, RUN))
+        yield "".join(puzzle(rng, segments, LENGTH // (len(segments) * len(segments[0])) - 1).symbols)
