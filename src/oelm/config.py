@@ -61,6 +61,7 @@ class MethodConfig(Section):
     layers_to_transform: int | list[int] | str | None = None
     target_modules: str | list[str] | dict[str, str] | None = None
     exclude_modules: str | list[str] | None = None
+    schedule: dict[str, Any] | None = None  # kind, start, end, order, project: what is frozen at which step
     seed: int | None = None  # of the frames; default: init_seed
 
     def oelm(self, init_seed: int) -> OelmConfig:

@@ -119,13 +119,14 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, metric: str)
         raise ValueError(f"run.json has best loss {best['loss']}, the evaluations in metrics.jsonl {lowest}")
     if len(losses) != totals["steps"]:
         raise ValueError(f"run.json counts {totals['steps']} steps, metrics.jsonl {len(losses)}")
+    frozen = record.mean_frozen(facts, metrics)
     stride = -(-config.train.max_steps // BINS)
     return Measured(
         id=facts["id"], folder=path.name, cell=config.id,
         value=best["loss"] if metric == "loss" else 1 - best["accuracy"], best=best,
         seed=config.data_seed, lr=config.train.lr, steps=totals["steps"],
         step_seconds=record.timing_stats(metrics).get("median_step"), peak_memory=totals["peak_memory"],
-        trainable=facts["surgery"]["trainable"], frozen=facts["surgery"]["frozen"],
+        trainable=facts["surgery"]["total"] - frozen, frozen=frozen,
         ceiling=facts["flops_per_token"]["ceiling"], curve=_thinned(losses, stride), stride=stride,
         evals=tuple((line["step"], line["loss"]) for line in evals),
         environment=json.dumps({**facts["environment"], "precision": facts["precision"]}, sort_keys=True),

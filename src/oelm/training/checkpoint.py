@@ -54,10 +54,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], warn: Callable[[str], None]
-) -> dict[str, Any] | None:
+    run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], warn: Callable[[str], None],
+    take_up: Callable[[dict[str, Any]], None] = lambda meta: None,
+) -> dict[str, Any] | None:  # fmt: skip
     """Loads the newest whole checkpoint and returns its meta, with the `folder` it came from.
 
+    `take_up` gets the meta before anything is loaded, to put model and optimizers into the state that was saved.
     None when there is no checkpoint; that all there are is damaged is an error, for starting over would bury them.
     """
     damage = []
@@ -71,6 +73,7 @@ def load_checkpoint(
             continue
         if damage:
             warn(f"{damage[0]}; going on from the one before")
+        take_up(meta)
         tensors = load_file(folder / "weights.safetensors")
         own = _tensors(model)
         shapes, own_shapes = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, own))

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from ..config import DataConfig, RunConfig, SystemConfig
 from ..data.batches import Tokens, train_batch, val_batches
 from ..data.tokens import Manifest, prepare
-from ..flops import count_flops
+from ..flops import run_flops
 from ..method.surgery import apply_oelm, dry_oelm
 from ..method.verify import verify
 from ..models.build import build_gpt
 from ..record import Run, claimed, read_run
 from ..runtime import choose_precision, environment, measure_peak, peak_memory
-from .loop import Stopper, TrainingFailed, train
+from .loop import Stopper, TrainingFailed, total_steps, train
 from .optim import make_optimizers
 
 
@@ -187,7 +187,7 @@ def _operate(
     for tokens in (task.training, task.validation):
         tokens.windows(context)  # raises when a split is shorter than one context
     report = apply_oelm(model, config.method.oelm(config.init_seed))
-    flops = count_flops(model, context)
+    flops = run_flops(model, context, total_steps(config, task.tokens_per_step))
     if run:
         run.update(surgery=report.to_dict(), flops_per_token={**asdict(flops), "ceiling": flops.ceiling})
         run.log(f"surgery\n{report}")
@@ -201,7 +201,7 @@ def _operate(
         accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
 
     progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, stopper, quiet)
-    verify(model, report, optimizer=wrapped)
+    verify(model, optimizer=wrapped)
     for tracker in accelerator.trackers:
         tracker.finish()
     if run is None:
