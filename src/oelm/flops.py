@@ -18,6 +18,7 @@ from torch import nn
 from .method.fused import SplitRows
 from .method.leaves import Slice
 from .method.projections import find_projections, is_linear
+from .method.recovery import Recovered
 from .method.schedule import change_state, change_steps
 from .record import mean_over_steps
 
@@ -68,6 +69,9 @@ def count_flops(model: nn.Module, context: int) -> Flops:
             forward += products
             weight_gradient += products if weight.requires_grad else 0
             saved += 0 if weight.requires_grad else products
+        if isinstance(module, Recovered):  # what a correction adds comes off the saving
+            added = 2.0 * module.products() * uses
+            forward, weight_gradient, saved = forward + added, weight_gradient + added, saved - 3 * added
     return Flops(forward + scores, forward + 2 * scores, weight_gradient, saved)
 
 

@@ -77,7 +77,14 @@ def test_train_save_load_verify(name, tmp_path):
 
 
 # Arms that some architectures cannot have, and the field that the error names.
-NOT_EVERYWHERE = {"oelm-last-free": "layers_to_transform: "}
+NOT_EVERYWHERE = {
+    "oelm-last-free": "layers_to_transform: ",
+    "oelm-temperature": "temperature: ",
+    "oelm-gains": "input_gains: ",
+    "oelm-slices-gains": "input_gains: ",
+    "oelm-lora": "correction: ",
+    "oelm-oft": "correction: ",
+}
 
 
 @pytest.mark.parametrize("name", BATTERY)

@@ -1,4 +1,4 @@
-"""Runs whose frozen set changes: what they write, and that they end the same however they are interrupted."""
+"""Runs whose frozen weights change state or are corrected: what they write, and that they resume exactly."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from tiny import tiny_config, write_corpus
+from transformers import AutoModelForCausalLM
 
 from oelm.flops import count_flops
 from oelm.method.surgery import apply_oelm
@@ -16,6 +17,7 @@ from oelm.models.build import build_gpt
 from oelm.record import losses, mean_frozen, read_metrics, read_run
 from oelm.training import loop
 from oelm.training.audit import audit
+from oelm.training.checkpoint import load_checkpoint
 from oelm.training.freezing import Freezer
 from oelm.training.pretrain import pretrain
 
@@ -160,3 +162,36 @@ def test_a_compiled_run_changes_like_an_eager_one(corpus, whole, tmp_path):
     assert losses(read_metrics(tmp_path / "run")) == pytest.approx(losses(read_metrics(whole["unfreeze"])), abs=1e-3)
     states = torch.load(tmp_path / "run" / "last" / "optimizer.pt", weights_only=True)[0]["state"]
     assert sorted({int(state["step"]) for state in states.values()}) == [4, 16, 20]
+
+
+@pytest.mark.parametrize("arm", ["oelm-slices-gains", "oelm-lora", "oelm-oft"])
+def test_a_corrected_run_resumes_exactly_and_its_best_loads_plainly(corpus, tmp_path, monkeypatch, arm):
+    more = [f"method={arm}", "method.temperature=true", "train.max_steps=10", "train.eval_every=5"]
+    whole, cut = (tiny_config(corpus, tmp_path / name, *more) for name in ("whole", "cut"))
+    pretrain(whole, quiet=True)
+    original = loop.train_step
+
+    def killed(*arguments):
+        if arguments[6] == 7:
+            raise Killed
+        return original(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", killed)
+    with pytest.raises(Killed):
+        pretrain(cut, quiet=True)
+    monkeypatch.undo()
+    pretrain(cut, quiet=True)
+    assert losses(read_metrics(cut.folder)) == losses(read_metrics(whole.folder))
+    states = [load_file(config.folder / "last" / "weights.safetensors") for config in (whole, cut)]
+    assert any("temperature" in name for name in states[0])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any("corrections are merged" in line for line in audit(cut.folder))
+
+    plain = AutoModelForCausalLM.from_pretrained(whole.folder / "best")
+    own = build_gpt(whole.model, plain.config.vocab_size, 0)
+    apply_oelm(own, whole.method.oelm(0))
+    load_checkpoint(whole.folder, own, [], print)
+    assert read_run(whole.folder)["totals"]["best"]["step"] == 10  # so that both are of the same step
+    ids = torch.arange(20)[None] % plain.config.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, own.eval()(ids).logits, atol=1e-5, rtol=1e-4)

@@ -51,6 +51,11 @@ class OelmConfig:
     layers_to_transform: int | Sequence[int] | str | None = None  # also "all but the last 2", "every 2nd"
     target_modules: Targets | None = None  # as in PEFT; a mapping names unknown modules (see projections.py)
     exclude_modules: str | Sequence[str] | None = None
+    temperature: bool = False  # a trained factor per head on the attention logits
+    input_gains: bool = False  # a trained factor per channel on the input of q, and another on that of k
+    correction: str | None = None  # of the frozen weights: "lora" adds a low-rank part, "oft" rotates the input
+    rank: int = 8  # of lora
+    block: int = 32  # of oft: the rotation turns so many coordinates together; must divide the width
     schedule: Schedule | Mapping[str, Any] | None = None  # what is frozen at which step; None: the same throughout
     seed: int = 0
 
@@ -81,6 +86,16 @@ class OelmConfig:
             raise ValueError('init: a tied key needs a headwise query, {"q": "headwise", "k": "tied"}')
         for role in self.freeze:
             one_of("freeze", role, ROLES)
+        if self.correction is not None:
+            one_of("correction", self.correction, ("lora", "oft"))
+        for name, least in (("rank", 1), ("block", 2)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}: must be a whole number of at least {least}, got {value!r}")
+        if self.temperature and "q" not in self.freeze:
+            raise ValueError("temperature: a trained q learns its own scale; freeze q, or leave it out")
+        if (self.input_gains or self.correction) and not self.freeze:
+            raise ValueError("input_gains, correction: have nothing to act on; name q, k or both with `freeze`")
         if self.schedule and not self.freeze:
             raise ValueError("schedule: has nothing to act on; name q, k or both with `freeze`")
         one_of("bias", self.bias, ("zero", "keep"))
@@ -151,6 +166,11 @@ ARMS: dict[str, OelmConfig] = {
     "oelm-identity-q": OelmConfig(init={"q": "identity", "k": "keep"}, freeze="q"),
     "oelm-slices": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}),
     "oelm-keep": OelmConfig(init="keep"),
+    "oelm-temperature": OelmConfig(temperature=True),
+    "oelm-gains": OelmConfig(input_gains=True),
+    "oelm-slices-gains": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}, input_gains=True),
+    "oelm-lora": OelmConfig(correction="lora"),
+    "oelm-oft": OelmConfig(correction="oft"),
     "oelm-last-free": OelmConfig(layers_to_transform="all but the last 1"),
     "oelm-unfreeze": OelmConfig(schedule=Schedule("unfreeze", start=0.2, end=0.8)),
     "oelm-then-freeze": OelmConfig(init="keep", schedule=Schedule("freeze", start=0.2)),

@@ -56,7 +56,7 @@ def make_frame(
         raise ValueError(f"init: no frame kind {kind!r}; choose one of {', '.join(KINDS)}")
 
     def normal(index: int, rows: int, columns: int, drawn_for: str = role) -> Tensor:
-        generator = torch.Generator().manual_seed(_seed(seed, stack, layer, drawn_for, index))
+        generator = torch.Generator().manual_seed(seed_of(seed, stack, layer, drawn_for, index))
         return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
     if kind == "identity":
@@ -121,6 +121,7 @@ def _coordinates(start: int, head_dim: int, d_in: int) -> Tensor:
     return frame
 
 
-def _seed(*coordinates: object) -> int:
+def seed_of(*coordinates: object) -> int:
+    """A generator's seed for one place."""
     digest = hashlib.sha256("/".join(map(str, coordinates)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

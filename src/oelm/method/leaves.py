@@ -13,11 +13,10 @@ from .layout import Projection, ReadOnly
 
 
 class Leaf:
-    """Mixed into a linear layer's class. The dynamic class pickles and deep-copies by its two parents."""
+    """Mixed into a linear layer's class. The dynamic class pickles and deep-copies by its parents."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        mixin, base = type(self).__bases__
-        return _blank, (mixin, base), self.__dict__
+        return _blank, _parents(type(self)), self.__dict__
 
 
 def become(module: nn.Module, mixin: type) -> None:
@@ -31,8 +30,16 @@ def _combined(mixin: Any, base: Any) -> Any:
     return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
 
 
-def _blank(mixin: type, base: type) -> object:
-    cls = _combined(mixin, base)
+def _parents(cls: type) -> tuple[type, ...]:
+    """The mixins, outermost first, and the layer's own class."""
+    mixin, base = cls.__bases__
+    return (mixin, *_parents(base)) if issubclass(base, Leaf) else (mixin, base)
+
+
+def _blank(*parents: Any) -> object:
+    *mixins, cls = parents
+    for mixin in reversed(mixins):
+        cls = _combined(mixin, cls)
     return cls.__new__(cls)
 
 

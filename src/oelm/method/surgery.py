@@ -18,6 +18,7 @@ from .fused import split
 from .layout import Projection
 from .leaves import Leaf, slice_identity
 from .projections import find_projections, layers_by_stack
+from .recovery import add_recovery, check_recovery
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,14 @@ def dry_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
 def _choose(model: nn.Module, config: OelmConfig) -> list[Projection]:
     if any(hasattr(module, "oelm_report") or isinstance(module, Leaf) for module in model.modules()):
         raise ValueError("model: OELM was applied to it already; build the model anew and apply once")
-    return _choose_layers(find_projections(model, config.target_modules, config.exclude_modules), config)
+    chosen = _choose_layers(find_projections(model, config.target_modules, config.exclude_modules), config)
+    check_recovery(model, chosen, config)
+    return chosen
 
 
 def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> OelmReport:
     _freeze(model, chosen, config)
+    add_recovery(model, chosen, config)
     rows = []
     for p in chosen:
         weight, gain = p.weight(model), config.role("gain", p.role)

@@ -12,6 +12,10 @@ from torch import nn
 
 from ..config import TrainConfig
 
+_ATTENTION = r"(attn|attention)[^.]*\.(?:\w+\.)*"
+_VALUE = re.compile(_ATTENTION + r"(v|value|v_proj|v_lin|to_v|v_proj_weight)(\.|$)", re.IGNORECASE)
+_OUTPUT = re.compile(_ATTENTION + r"(o|o_proj|out_proj|out_lin|to_out|c_proj|dense|proj|wo)(\.|$)", re.IGNORECASE)
+
 
 def learning_rate(step: int, config: TrainConfig, total: int) -> float:
     """Linear warm-up, then cosine to the floor at step `total`; `step` counts from 0."""
@@ -36,13 +40,15 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon for the matrices inside the layers with AdamW for the rest. Frozen weights are in neither.
 
-    Weight decay is on matrices only. `layer_lr_decay` scales each layer by its distance from the top. `since` names
-    the parameters that are trained only from a later step on; they get a warm-up of their own.
+    Weight decay is on matrices only. `layer_lr_decay` scales each layer by its distance from the top, `vo_lr_scale` the
+    value and output projections besides. `since` names the parameters that are trained only from a later step on; they
+    get a warm-up of their own.
     """
     since = since or {}
     depths = {name: _depth(name) for name, _ in model.named_parameters()}
     top = max((d for d in depths.values() if d is not None), default=-1) + 1
     groups: dict[tuple[str, float, float, int], list[nn.Parameter]] = {}
+    compensating = _values_and_outputs(model) if config.vo_lr_scale is not None else set()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -50,6 +56,7 @@ def make_optimizers(
         kind = "muon" if config.optimizer == "muon" and inside and parameter.ndim == 2 else "adamw"
         decay = config.weight_decay if parameter.ndim >= 2 else 0.0
         scale = config.layer_lr_decay ** (top - _level(name, depths[name], top))
+        scale *= config.vo_lr_scale or 1.0 if name in compensating else 1.0
         groups.setdefault((kind, decay, scale, since.get(name, 0)), []).append(parameter)
     if not groups:
         raise ValueError("method: freezes every weight of the model, so there is nothing to train")
@@ -81,6 +88,20 @@ def regroup(
         trained = {p for group in fresh.param_groups for p in group["params"]}
         for parameter in set(optimizer.state) - trained:
             del optimizer.state[parameter]
+
+
+def _values_and_outputs(model: nn.Module) -> set[str]:
+    """Names of the parameters of attention's value and output projections."""
+    values = {name for name, _ in model.named_parameters() if _VALUE.search(name)}
+    for path, module in model.named_modules():  # a fused weight that surgery split, where v is all that is trained
+        for piece, roles in (p for pieces in getattr(module, "oelm_pieces", {}).values() for p in pieces):
+            values |= {f"{path}.{piece}"} if roles == "v" else set()
+    if not values:
+        raise ValueError(
+            f"train.vo_lr_scale: {type(model).__name__} has no value projection of its own; where q, k and v share one "
+            "weight, freeze both q and k"
+        )
+    return values | {name for name, _ in model.named_parameters() if _OUTPUT.search(name)}
 
 
 def _depth(name: str) -> int | None:
