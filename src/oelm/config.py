@@ -94,6 +94,12 @@ class MethodConfig(Section):
     layers_to_transform: int | list[int] | str | None = None
     target_modules: str | list[str] | dict[str, str] | None = None
     exclude_modules: str | list[str] | None = None
+    temperature: bool | None = None
+    input_gains: bool | None = None
+    correction: Literal["lora", "oft"] | None = None
+    rank: int | None = None
+    block: int | None = None
+    schedule: dict[str, Any] | None = None  # kind, start, end, order, project: what is frozen at which step
     seed: int | None = None  # of the frames; default: init_seed
 
     def oelm(self, init_seed: int) -> OelmConfig:
@@ -152,6 +158,7 @@ class TrainConfig(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float | None = Field(1.0, gt=0)
     layer_lr_decay: float = Field(1.0, gt=0, le=1)  # each layer below the top learns at this share of the one above
+    vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple
     eval_every: int = Field(200, ge=1)
     eval_tokens: int | None = Field(100_000, ge=1)  # of the validation split; null: all of it
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

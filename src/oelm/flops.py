@@ -8,8 +8,9 @@ Scores and their weighted sum cost 4 * rows * context per layer and token forwar
 
 from __future__ import annotations
 
+import copy
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,9 @@ from torch import nn
 from .method.fused import SplitRows
 from .method.leaves import Slice
 from .method.projections import find_projections, is_linear
+from .method.recovery import Recovered
+from .method.schedule import change_state, change_steps
+from .record import mean_over_steps
 
 _PER_SEQUENCE = re.compile(r"(^|\.)(pooler|pre_classifier|classifier|classification_head|score)(\.|$)")
 
@@ -59,13 +63,33 @@ def count_flops(model: nn.Module, context: int) -> Flops:
             weight = module._parameters[name]
             assert weight is not None
             products = 2.0 * weight.numel() * uses * _share_of_experts(model, path, name, weight)
-            if isinstance(module, Slice):
+            if isinstance(module, Slice) and not weight.requires_grad:
                 saved += 3 * products
                 continue
             forward += products
             weight_gradient += products if weight.requires_grad else 0
             saved += 0 if weight.requires_grad else products
+        if isinstance(module, Recovered):  # what a correction adds comes off the saving
+            added = 2.0 * module.products() * uses
+            forward, weight_gradient, saved = forward + added, weight_gradient + added, saved - 3 * added
     return Flops(forward + scores, forward + 2 * scores, weight_gradient, saved)
+
+
+def run_flops(model: nn.Module, context: int, steps: int) -> Flops:
+    """count_flops of a run of so many steps: the mean over them, where a schedule changes what is frozen."""
+    report: Any = model.oelm_report
+    due = change_steps(report, steps)
+    if not due:
+        return count_flops(model, context)
+    model = copy.deepcopy(model).to("meta")
+    found = {0: count_flops(model, context)}
+    for step in sorted(set(due.values())):
+        change_state(model, [key for key, at in due.items() if at == step])
+        found[step] = count_flops(model, context)
+    return Flops(*(
+        mean_over_steps({step: getattr(flops, field.name) for step, flops in found.items()}, steps)
+        for field in fields(Flops)
+    ))  # fmt: skip
 
 
 def _product_weights(module: nn.Module) -> list[str]:

@@ -1,7 +1,8 @@
 """Sole owner of the run folder's format: who writes a run writes through here, who reads one reads through here.
 
 run.json           what the run is and how it stands: config, environment, surgery, totals, error
-metrics.jsonl      one object a line: train (losses and seconds of some steps), eval, checkpoint, resume
+metrics.jsonl      one object a line: train (losses and seconds of some steps), eval, checkpoint, resume, and
+                   freeze (from this step on, a schedule has frozen or freed these projections)
 training.log       the same for people
 timing_stats.json  derived from metrics.jsonl when the run pauses or ends
 predictions.json   of a classifier: every example's label and answer, split by split, by the best model
@@ -229,6 +230,19 @@ def losses(metrics: list[dict[str, Any]]) -> list[float]:
 
 def evaluations(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in metrics if line["kind"] == "eval"]
+
+
+def mean_frozen(facts: dict[str, Any], metrics: list[dict[str, Any]]) -> int:
+    """Frozen weights; the mean over the steps taken, where a schedule changed what is frozen."""
+    counts = {0: facts["surgery"]["frozen"]} | {m["step"]: m["frozen"] for m in metrics if m["kind"] == "freeze"}
+    return round(mean_over_steps(counts, facts["totals"]["steps"]))
+
+
+def mean_over_steps(values: dict[int, float], total: int) -> float:
+    """The mean of a quantity that takes each value from its step on, beginning with step 0."""
+    starts = sorted(step for step in values if step < total)
+    ends = [*starts[1:], total]
+    return sum(values[start] * (end - start) for start, end in zip(starts, ends, strict=True)) / total
 
 
 def timing_stats(

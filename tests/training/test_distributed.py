@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_config, words_for, write_corpus
 
 from oelm.record import evaluations, losses, read_metrics, read_run
@@ -41,6 +42,24 @@ def test_two_processes_give_the_losses_of_one(tmp_path, accumulate):
     if accumulate == 1:
         finish(launch(corpus, tmp_path / "two", "train.accumulate=1"))  # a finished run is not run again
         assert read_metrics(tmp_path / "two") == two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["oelm-unfreeze", "oelm-then-freeze"])
+def test_two_processes_change_what_is_frozen_like_one(tmp_path, arm):
+    corpus = write_corpus(tmp_path)
+    run_training(tiny_config(corpus, tmp_path / "one", f"method={arm}"), quiet=True)
+    finish(launch(corpus, tmp_path / "two", f"method={arm}"))
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    changes = [[(line["step"], line["frozen"]) for line in m if line["kind"] == "freeze"] for m in (one, two)]
+    assert changes[0] == changes[1] != []
+    moments = [
+        torch.load(tmp_path / name / "last" / "optimizer.pt", weights_only=True)[0]["state"] for name in ("one", "two")
+    ]
+    for left, right in zip(*(states.values() for states in moments), strict=True):
+        assert left["step"] == right["step"]  # and the gradients of both processes are in them:
+        torch.testing.assert_close(left["exp_avg"], right["exp_avg"], atol=1e-5, rtol=1e-2)
 
 
 @pytest.mark.slow

@@ -54,3 +54,23 @@ def test_nothing_left_to_train_is_an_error():
     model = build("bert").requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         make_optimizers(model, TrainConfig())
+
+
+@pytest.mark.parametrize("name", ["oelm-gpt", "bert", "llama", "gpt2", "distilbert", "t5", "transformer-encoder"])
+def test_values_and_outputs_can_learn_at_a_rate_of_their_own(name):
+    model = build(name)
+    apply_oelm(model)
+    optimizers = make_optimizers(model, TrainConfig(vo_lr_scale=3.0, layer_lr_decay=0.5))
+    plain = make_optimizers(model, TrainConfig(layer_lr_decay=0.5))
+    scaled, usual = ({p: g["lr_scale"] for g in o[0].param_groups for p in g["params"]} for o in (optimizers, plain))
+    faster = {n for n, p in model.named_parameters() if p.requires_grad and scaled[p] == 3 * usual[p]}
+    assert all(scaled[p] == usual[p] for n, p in model.named_parameters() if p.requires_grad and n not in faster)
+    matrices = [n for n in faster if model.get_parameter(n).ndim == 2]
+    layers = 6 if name == "t5" else 2  # attentions: encoder, decoder and cross in two layers each
+    assert len(matrices) == 2 * layers  # one v and one o each, and nothing of the feed-forward
+    assert not any("mlp" in n or "norm" in n.lower() or "ln_" in n for n in faster)
+
+
+def test_a_value_that_shares_its_weight_with_trained_queries_is_an_error():
+    with pytest.raises(ValueError, match="train.vo_lr_scale: GPT2LMHeadModel has no value projection of its own"):
+        make_optimizers(build("gpt2"), TrainConfig(vo_lr_scale=2.0))

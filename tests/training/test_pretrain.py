@@ -101,8 +101,8 @@ def test_it_learns_and_the_frozen_weights_do_not_move(corpus, tmp_path):
 def test_a_saved_run_is_re_checked_from_its_files(finished, tmp_path):
     lines = audit(finished)
     assert lines[0] == "4,096 of 34,976 weights frozen, as recorded"
-    assert lines[1].startswith("best: 4 frozen tensors unchanged since surgery")
-    assert lines[2].startswith("last: 4 frozen tensors unchanged since surgery")
+    assert lines[1].startswith("best: 4 frozen tensors unchanged since they were frozen")
+    assert lines[2].startswith("last: 4 frozen tensors unchanged since they were frozen")
     assert "20 steps and the best loss of" in lines[3]
 
     def copy_with(change):

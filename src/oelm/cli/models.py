@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .words import Format, Words, examples, is_json
+
+if TYPE_CHECKING:
+    from ..method.arms import OelmConfig
 
 app = typer.Typer()
 
@@ -40,7 +43,7 @@ def list_everything(
     arms = {}
     for name, arm in ARMS.items():
         aliases = [alias for alias, target in ALIASES.items() if target == name]
-        arms[name] = _describe_arm(arm.init, arm.freeze) + (f" (alias {', '.join(aliases)})" if aliases else "")
+        arms[name] = _describe_arm(arm) + (f" (alias {', '.join(aliases)})" if aliases else "")
     shape = "{n_layer} layers, {d_model} wide, {n_head} heads, context {context}"
     listing = {
         "arms": arms,
@@ -88,7 +91,14 @@ def _setting(entry: dict[str, str]) -> str:
     return f"{entry['key']:<30} {entry['default']:<14} {entry['meaning']}".rstrip()
 
 
-def _describe_arm(init: object, freeze: object) -> str:
-    kinds = "q {q}, k {k}".format(**init) if isinstance(init, dict) else str(init)
-    roles = " and ".join(freeze) if isinstance(freeze, tuple) and freeze else "nothing"
-    return f"{kinds}; {roles} frozen"
+def _describe_arm(arm: OelmConfig) -> str:
+    kinds = "q {q}, k {k}".format(**arm.init) if isinstance(arm.init, dict) else str(arm.init)
+    text = f"{kinds}; {' and '.join(arm.freeze) or 'nothing'} frozen"
+    if arm.layers_to_transform is not None:
+        text += f" in {arm.layers_to_transform} layers"
+    if arm.schedule:
+        schedule: Any = arm.schedule
+        moments = " to ".join(f"{at:.0%}" for at in (schedule.start, schedule.end) if at is not None)
+        text += f"; {schedule.kind} at {moments} of the run"
+    added = {"temperature": arm.temperature, "input gains": arm.input_gains, arm.correction or "": arm.correction}
+    return "; with ".join([text, *(name for name, there in added.items() if there)])

@@ -35,7 +35,8 @@ def puzzle(rng: random.Random, segments: Sequence[Sequence[Symbol]], rounds: int
     """
     length, count = len(segments[0]), len(segments)
     orders: list[list[int]] = [rng.sample(range(count), count) for _ in range(rounds)]
-    symbols = [symbol for order in [[*range(count)], *orders] for i in order for symbol in segments[i]]
+    played = [list(range(count)), *orders]
+    symbols = [symbol for order in played for i in order for symbol in segments[i]]
     places = [(place, i, step) for place, i in enumerate(orders[0]) for step in range(length - 1)]
     asked = [(count + place) * length + step for place, _, step in places]
     return Puzzle(symbols, asked, [i * length + step + 1 for _, i, step in places])

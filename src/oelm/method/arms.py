@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,6 +14,29 @@ from .names import ALIASES
 from .projections import Targets
 
 ROLES = ("q", "k")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the projections named by `freeze` change state; moments are fractions of the run's steps."""
+
+    kind: str  # "unfreeze": frozen at first, trained later; "freeze": trained at first, frozen later
+    start: float  # the first layer changes here
+    end: float | None = None  # the last layer changes here, the others evenly between; None: all at `start`
+    order: str = "top-down"  # the layer that goes first is the top one, or with "bottom-up" the lowest
+    project: str | None = None  # at a freeze, each head becomes an orthonormal frame: "qr" or "nearest"; None: as it is
+
+    def __post_init__(self) -> None:
+        one_of("schedule.kind", self.kind, ("unfreeze", "freeze"))
+        one_of("schedule.order", self.order, ("top-down", "bottom-up"))
+        for name, least in (("start", 0.0), ("end", self.start)):
+            value = getattr(self, name)
+            if not (name == "end" and value is None) and not (_is_real(value) and least <= value <= 1):
+                raise ValueError(f"schedule.{name}: must be a share of the run from {least:g} to 1, got {value!r}")
+        if self.project is not None:
+            one_of("schedule.project", self.project, ("qr", "nearest"))
+            if self.kind == "unfreeze":
+                raise ValueError('schedule.project: belongs to kind "freeze"; an unfreezing changes no weight')
 
 
 @dataclass(frozen=True)
@@ -28,9 +51,21 @@ class OelmConfig:
     layers_to_transform: int | Sequence[int] | str | None = None  # also "all but the last 2", "every 2nd"
     target_modules: Targets | None = None  # as in PEFT; a mapping names unknown modules (see projections.py)
     exclude_modules: str | Sequence[str] | None = None
+    temperature: bool = False  # a trained factor per head on the attention logits
+    input_gains: bool = False  # a trained factor per channel on the input of q, and another on that of k
+    correction: str | None = None  # of the frozen weights: "lora" adds a low-rank part, "oft" rotates the input
+    rank: int = 8  # of lora
+    block: int = 32  # of oft: the rotation turns so many coordinates together; must divide the width
+    schedule: Schedule | Mapping[str, Any] | None = None  # what is frozen at which step; None: the same throughout
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.schedule, Mapping):
+            for key in self.schedule:
+                one_of("schedule", key, [f.name for f in fields(Schedule)])
+            if missing := {"kind", "start"} - set(self.schedule):
+                raise ValueError(f"schedule.{max(missing)}: is missing; give kind and start")
+            object.__setattr__(self, "schedule", Schedule(**self.schedule))
         if not isinstance(self.freeze, str | Sequence):
             raise ValueError(f"freeze: give any of q and k, e.g. ('q', 'k') or 'q'; got {self.freeze!r}")
         object.__setattr__(self, "freeze", tuple(self.freeze))
@@ -51,6 +86,18 @@ class OelmConfig:
             raise ValueError('init: a tied key needs a headwise query, {"q": "headwise", "k": "tied"}')
         for role in self.freeze:
             one_of("freeze", role, ROLES)
+        if self.correction is not None:
+            one_of("correction", self.correction, ("lora", "oft"))
+        for name, least in (("rank", 1), ("block", 2)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}: must be a whole number of at least {least}, got {value!r}")
+        if self.temperature and "q" not in self.freeze:
+            raise ValueError("temperature: a trained q learns its own scale; freeze q, or leave it out")
+        if (self.input_gains or self.correction) and not self.freeze:
+            raise ValueError("input_gains, correction: have nothing to act on; name q, k or both with `freeze`")
+        if self.schedule and not self.freeze:
+            raise ValueError("schedule: has nothing to act on; name q, k or both with `freeze`")
         one_of("bias", self.bias, ("zero", "keep"))
         layers = self.layers_to_transform
         if isinstance(layers, str):
@@ -75,6 +122,9 @@ class OelmConfig:
         known = [f.name for f in fields(cls)]
         for key in overrides:
             one_of("method", key, known)
+        given, own = overrides.get("schedule"), ARMS[name].schedule
+        if isinstance(given, Mapping) and isinstance(own, Schedule):  # single fields of the arm's own schedule
+            overrides["schedule"] = {**asdict(own), **given}
         return replace(ARMS[name], **overrides)
 
 
@@ -116,4 +166,12 @@ ARMS: dict[str, OelmConfig] = {
     "oelm-identity-q": OelmConfig(init={"q": "identity", "k": "keep"}, freeze="q"),
     "oelm-slices": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}),
     "oelm-keep": OelmConfig(init="keep"),
+    "oelm-temperature": OelmConfig(temperature=True),
+    "oelm-gains": OelmConfig(input_gains=True),
+    "oelm-slices-gains": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}, input_gains=True),
+    "oelm-lora": OelmConfig(correction="lora"),
+    "oelm-oft": OelmConfig(correction="oft"),
+    "oelm-last-free": OelmConfig(layers_to_transform="all but the last 1"),
+    "oelm-unfreeze": OelmConfig(schedule=Schedule("unfreeze", start=0.2, end=0.8)),
+    "oelm-then-freeze": OelmConfig(init="keep", schedule=Schedule("freeze", start=0.2)),
 }

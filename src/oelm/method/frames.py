@@ -29,7 +29,8 @@ KINDS = {
     "tied": "the key's frame equals its query's headwise frame",
     "keep": "leave the weight as built or pretrained",
 }
-ORTHONORMAL = frozenset({"headwise", "global", "identity", "tied"})
+TRAINED, PROJECTED = "trained", "projected"  # not drawn: frozen as training left them, or as frames made of that
+ORTHONORMAL = frozenset({"headwise", "global", "identity", "tied", PROJECTED})
 
 
 def make_frame(
@@ -55,7 +56,7 @@ def make_frame(
         raise ValueError(f"init: no frame kind {kind!r}; choose one of {', '.join(KINDS)}")
 
     def normal(index: int, rows: int, columns: int, drawn_for: str = role) -> Tensor:
-        generator = torch.Generator().manual_seed(_seed(seed, stack, layer, drawn_for, index))
+        generator = torch.Generator().manual_seed(seed_of(seed, stack, layer, drawn_for, index))
         return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
     if kind == "identity":
@@ -77,12 +78,30 @@ def make_frame(
     return torch.cat(frames) * gain
 
 
-def orthogonality_error(weight: Tensor, heads: int, gain: float = 1.0) -> float:
-    """Largest deviation of any head's Gram matrix from gain^2 I, relative to gain^2."""
+def project(weight: Tensor, heads: int, how: str) -> Tensor:
+    """Each head of a trained weight as an orthonormal frame times a gain, in float64 on the CPU.
+
+    Both ways span the head's own rows and keep its Frobenius norm. "qr" depends on the order of the rows (the first
+    keeps its direction, each later one what is new in it); "nearest" is the frame at the least distance.
+    """
+    frames = []
+    for head in weight.detach().double().cpu().unflatten(0, (heads, -1)):  # (head_dim, d_in)
+        if how == "qr":
+            frame = _orthonormal(head.T)
+        else:
+            left, _, right = torch.linalg.svd(head, full_matrices=False)
+            frame = left @ right
+        frames.append(frame * (head.norm() / frame.norm()))
+    return torch.cat(frames)
+
+
+def orthogonality_error(weight: Tensor, heads: int, gain: float | None = 1.0) -> float:
+    """Largest deviation of any head's Gram matrix from gain^2 I, relative to gain^2; None: each head's own gain."""
     per_head = weight.detach().double().cpu().reshape(heads, -1, weight.shape[-1])  # (H, head_dim, d_in)
     if per_head.shape[1] > per_head.shape[2]:
         per_head = per_head.mT
-    gram = per_head @ per_head.mT / gain**2
+    gram = per_head @ per_head.mT
+    gram = gram / (gain**2 if gain is not None else gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None])
     return float((gram - torch.eye(gram.shape[-1], dtype=gram.dtype)).abs().max())
 
 
@@ -102,6 +121,7 @@ def _coordinates(start: int, head_dim: int, d_in: int) -> Tensor:
     return frame
 
 
-def _seed(*coordinates: object) -> int:
+def seed_of(*coordinates: object) -> int:
+    """A generator's seed for one place."""
     digest = hashlib.sha256("/".join(map(str, coordinates)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -32,6 +32,11 @@ class Split(Leaf):
         whole = _join(named, self.oelm_layout, dim=0)
         return whole.T if self.oelm_layout.transposed and whole.dim() == 2 else whole
 
+    def put(self, attribute: str, whole: Tensor) -> None:
+        """Writes the original tensor into its pieces."""
+        for name, roles in self.oelm_pieces.get(attribute, []):
+            getattr(self, name).copy_(_rows(whole, self.oelm_layout, roles))
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         for attribute, pieces in self.oelm_pieces.items():

@@ -90,10 +90,24 @@ class Projection:
     def bias_values(self, model: nn.Module) -> Tensor | None:
         return self.bias_layout.part(_tensor(model, self.bias), self.role).flatten() if self.bias else None
 
+    def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """What holds the weight and bias, by parameter name; of a split weight, the pieces with this role's rows."""
+        owner = owner_of(model, self.module)
+        pieces = getattr(owner, "oelm_pieces", {})
+        named = []
+        for full in filter(None, (self.name, self.bias)):
+            attribute = full.rpartition(".")[2]
+            held = [name for name, roles in pieces[attribute] if self.role in roles] if attribute in pieces else None
+            named += [(f"{self.module}.{name}", owner._parameters[name]) for name in held or [attribute]]
+        return named
+
     @torch.no_grad()
     def write(self, model: nn.Module, frame: Tensor) -> None:
-        target = self.layout.part(_tensor(model, self.name), self.role)
+        tensor, owner = _tensor(model, self.name), owner_of(model, self.module)
+        target = self.layout.part(tensor, self.role)
         target.copy_(frame.reshape(target.shape))
+        if hasattr(owner, "whole"):  # then `tensor` was put together from the pieces and is not where they live
+            owner.put(self.name.rpartition(".")[2], tensor)
 
     @torch.no_grad()
     def zero_bias(self, model: nn.Module) -> None:

@@ -6,17 +6,17 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layout import Projection, ReadOnly
 
 
 class Leaf:
-    """Mixed into a linear layer's class. The dynamic class pickles and deep-copies by its two parents."""
+    """Mixed into a linear layer's class. The dynamic class pickles and deep-copies by its parents."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        mixin, base = type(self).__bases__
-        return _blank, (mixin, base), self.__dict__
+        return _blank, _parents(type(self)), self.__dict__
 
 
 def become(module: nn.Module, mixin: type) -> None:
@@ -30,8 +30,16 @@ def _combined(mixin: Any, base: Any) -> Any:
     return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
 
 
-def _blank(mixin: type, base: type) -> object:
-    cls = _combined(mixin, base)
+def _parents(cls: type) -> tuple[type, ...]:
+    """The mixins, outermost first, and the layer's own class."""
+    mixin, base = cls.__bases__
+    return (mixin, *_parents(base)) if issubclass(base, Leaf) else (mixin, base)
+
+
+def _blank(*parents: Any) -> object:
+    *mixins, cls = parents
+    for mixin in reversed(mixins):
+        cls = _combined(mixin, cls)
     return cls.__new__(cls)
 
 
@@ -48,6 +56,9 @@ class Slice(Leaf):
         return self._parameters["weight"].as_subclass(ReadOnly)  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self._parameters["weight"]  # type: ignore[attr-defined]
+        if weight.requires_grad:  # a schedule has freed it
+            return F.linear(x, weight, self.bias)
         if torch.is_autocast_enabled(x.device.type):  # what a matrix product would have returned
             x = x.to(torch.get_autocast_dtype(x.device.type))
         pieces = [x.narrow(-1, start, length) for start, length in self.oelm_runs]

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .arms import OelmConfig, layer_rule
+from .arms import OelmConfig, Schedule, layer_rule
 from .frames import ORTHONORMAL, make_frame, orthogonality_error
 from .fused import split
 from .layout import Projection
 from .leaves import Leaf, slice_identity
 from .projections import find_projections, layers_by_stack
+from .recovery import add_recovery, check_recovery
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Row:
 
     projection: Projection
     kind: str
-    gain: float
+    gain: float | None  # None: each head its own, see frames.project
     frozen: bool
     orthogonality_error: float
 
@@ -89,9 +90,8 @@ class OelmReport:
             shown = f"{worst:.1e}" if kind in ORTHONORMAL and not math.isnan(worst) else "-"
             state = "frozen" if frozen else "trained"
             numbers = _ranges([row.projection.layer for row in rows])
-            lines.append(
-                (f"{stack} {numbers}".strip() if several else numbers, role, shape, kind, f"{gain:g}", state, shown)
-            )
+            named, scale = f"{stack} {numbers}".strip() if several else numbers, "-" if gain is None else f"{gain:g}"
+            lines.append((named, role, shape, kind, scale, state, shown))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         share = self.frozen / self.total
@@ -129,23 +129,26 @@ def dry_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
 def _choose(model: nn.Module, config: OelmConfig) -> list[Projection]:
     if any(hasattr(module, "oelm_report") or isinstance(module, Leaf) for module in model.modules()):
         raise ValueError("model: OELM was applied to it already; build the model anew and apply once")
-    return _choose_layers(find_projections(model, config.target_modules, config.exclude_modules), config)
+    chosen = _choose_layers(find_projections(model, config.target_modules, config.exclude_modules), config)
+    check_recovery(model, chosen, config)
+    return chosen
 
 
 def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> OelmReport:
     _freeze(model, chosen, config)
+    add_recovery(model, chosen, config)
     rows = []
     for p in chosen:
         weight, gain = p.weight(model), config.role("gain", p.role)
         error = math.nan if weight.is_meta else orthogonality_error(weight, p.heads, gain)
-        rows.append(Row(p, config.role("init", p.role), gain, p.role in config.freeze, error))
-    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        frozen = p.role in config.freeze and not _trained_at_first(config)
+        rows.append(Row(p, config.role("init", p.role), gain, frozen, error))
     report = OelmReport(
         config=config,
-        total=sum(n for n, _ in counts),
-        trainable=sum(n for n, trained in counts if trained),
+        total=sum(parameter.numel() for parameter in model.parameters()),
+        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         projections=tuple(rows),
-        fingerprints={} if weight.is_meta else fingerprints(model, rows),
+        fingerprints=fingerprints(model, rows),
     )
     model.oelm_report = report  # type: ignore[assignment]
     return report
@@ -154,13 +157,13 @@ def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: O
 def fingerprints(model: nn.Module, rows: Iterable[Row]) -> dict[str, str]:
     """dtype and sha256 of the bytes of every frozen projection, weight and bias."""
     prints = {}
-    for row in rows:
-        p = row.projection
-        if row.frozen:
-            prints[p.key] = _fingerprint(p.weight(model))
-            bias = p.bias_values(model)
-            if bias is not None:
-                prints[f"{p.bias}[{p.role}]" if p.bias_layout.fused else str(p.bias)] = _fingerprint(bias)
+    for p in (row.projection for row in rows if row.frozen):
+        weight, bias = p.weight(model), p.bias_values(model)
+        if weight.is_meta:
+            continue
+        prints[p.key] = _fingerprint(weight)
+        if bias is not None:
+            prints[f"{p.bias}[{p.role}]" if p.bias_layout.fused else str(p.bias)] = _fingerprint(bias)
     return prints
 
 
@@ -177,7 +180,20 @@ def _offset(projection: Projection, config: OelmConfig) -> int:
     return round(config.role("offset", projection.role) * projection.d_in)
 
 
+def _trained_at_first(config: OelmConfig) -> bool:
+    return isinstance(config.schedule, Schedule) and config.schedule.kind == "freeze"
+
+
 def _freeze(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> None:
+    _hold(model, chosen, config)
+    if _trained_at_first(config):  # split like the others, so that no parameter changes its name later
+        for projection in chosen:
+            if projection.role in config.freeze:
+                for _, parameter in projection.parameters(model):
+                    parameter.requires_grad_(True)
+
+
+def _hold(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> None:
     for projection in chosen:
         if projection.role not in config.freeze:
             continue
@@ -188,7 +204,7 @@ def _freeze(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) 
             continue
         for name in filter(None, (projection.name, projection.bias)):
             model.get_parameter(name).requires_grad_(False)
-        identity = config.role("init", projection.role) == "identity"
+        identity = config.role("init", projection.role) == "identity" and not _trained_at_first(config)
         if identity and isinstance(owner, nn.Linear) and projection.head_dim <= projection.d_in:
             reads_only = getattr(model.get_submodule(projection.attention), "reads_projections_only", False)
             gain, offset = config.role("gain", projection.role), _offset(projection, config)

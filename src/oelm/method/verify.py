@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from .frames import ORTHONORMAL, orthogonality_error
-from .layout import owner_of
-from .surgery import OelmReport, Row, fingerprints
+from .surgery import OelmReport, fingerprints
 
 
 class VerifyError(ValueError):
@@ -37,7 +36,7 @@ def verify(
 
     for row in report.projections:
         if row.frozen:
-            for name, parameter in _frozen_parameters(model, row):
+            for name, parameter in row.projection.parameters(model):
                 if parameter.requires_grad:
                     raise VerifyError(f"{name}: requires a gradient, but was frozen by surgery")
                 if parameter.grad is not None:
@@ -71,18 +70,6 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model.get_base_model()  # type: ignore[operator]
         else:
             return model
-
-
-def _frozen_parameters(model: nn.Module, row: Row) -> list[tuple[str, nn.Parameter]]:
-    p = row.projection
-    owner = owner_of(model, p.module)
-    pieces = getattr(owner, "oelm_pieces", {})
-    named = []
-    for full in filter(None, (p.name, p.bias)):
-        attribute = full.rpartition(".")[2]
-        names = [name for name, roles in pieces[attribute] if p.role in roles] if attribute in pieces else [attribute]
-        named += [(f"{p.module}.{name}", owner._parameters[name]) for name in names]
-    return named
 
 
 def _tolerance(weight: torch.Tensor) -> float:

@@ -7,6 +7,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from ..config import parse_config
+from ..method.recovery import Recovered
+from ..method.schedule import change_state
 from ..method.surgery import apply_oelm
 from ..method.verify import VerifyError, verify
 from ..models.build import build_gpt
@@ -39,16 +41,30 @@ def audit(folder: Path) -> list[str]:
         raise ValueError(f"{folder}: {report.frozen} of {report.total} weights frozen, the record says otherwise")
     done.append(f"{report.frozen:,} of {report.total:,} weights frozen, as recorded")
 
+    expected, changes = said["fingerprints"], [line for line in metrics if line["kind"] == "freeze"]
+
+    def go_on_to(step: int) -> None:
+        """Brings the model into the state in which the step before was taken."""
+        nonlocal expected
+        while changes and changes[0]["step"] < step:
+            line = changes.pop(0)
+            expected = line["fingerprints"]
+            change_state(model, [*line["froze"], *line["freed"]], known=expected)
+
     for name in ("best", "last"):
+        if name == "best" and any(isinstance(module, Recovered) for module in model.modules()):
+            done.append("best: corrections are merged into its frozen weights; the proof is that of last")
+            continue
         if name == "best":
+            go_on_to(min(evaluations(metrics), key=lambda line: line["loss"])["step"])
             model.load_state_dict(best, strict=False)  # the tied head is stored once
-        elif load_checkpoint(folder, model, [], _refuse) is None:
+        elif load_checkpoint(folder, model, [], _refuse, lambda meta: go_on_to(meta["step"])) is None:
             continue
         try:
-            verify(model, report, expected=said["fingerprints"])
+            verify(model, expected=expected)
         except VerifyError as error:
             raise ValueError(f"{folder / name}: {error}") from None
-        done.append(f"{name}: {len(said['fingerprints'])} frozen tensors unchanged since surgery, byte for byte")
+        done.append(f"{name}: {len(expected)} frozen tensors unchanged since they were frozen, byte for byte")
 
     totals = record.get("totals", {})
     if record["status"] == "finished":

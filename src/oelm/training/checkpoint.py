@@ -54,10 +54,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], warn: Callable[[str], None]
-) -> dict[str, Any] | None:
+    run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], warn: Callable[[str], None],
+    take_up: Callable[[dict[str, Any]], None] = lambda meta: None,
+) -> dict[str, Any] | None:  # fmt: skip
     """Loads the newest whole checkpoint and returns its meta, with the `folder` it came from.
 
+    `take_up` gets the meta before anything is loaded, to put model and optimizers into the state that was saved.
     None when there is no checkpoint; that all there are is damaged is an error, for starting over would bury them.
     """
     damage = []
@@ -71,6 +73,7 @@ def load_checkpoint(
             continue
         if damage:
             warn(f"{damage[0]}; going on from the one before")
+        take_up(meta)
         tensors = load_file(folder / "weights.safetensors")
         own = _tensors(model)
         shapes, own_shapes = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, own))
@@ -81,14 +84,14 @@ def load_checkpoint(
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(sharded_like(tensor, tensors[name]))
+                tensor.copy_(_sharded_like(tensor, tensors[name]))
         states = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu") if optimizers else []
         for optimizer, state in zip(optimizers, states, strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for index, values in state["state"].items():
                 for key, value in values.items():
                     if value.shape == parameters[index].shape:  # moments, not the step count
-                        values[key] = sharded_like(parameters[index], value)
+                        values[key] = _sharded_like(parameters[index], value)
             optimizer.load_state_dict(state)
         return {**meta, "folder": folder.name}
     if damage:
@@ -143,7 +146,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def sharded_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _sharded_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not hasattr(target, "device_mesh"):
         return value
     from torch.distributed.tensor import distribute_tensor

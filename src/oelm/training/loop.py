@@ -21,7 +21,8 @@ from ..method.layout import gathered
 from ..method.verify import unwrap, verify
 from ..record import Run
 from .checkpoint import load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
-from .clock import Clock
+from .clock import WARMUP, Clock
+from .freezing import Freezer
 from .optim import learning_rate, set_learning_rate
 from .screen import Screen
 
@@ -103,7 +104,8 @@ def train(
     settings, system, inner = config.train, config.system, unwrap(accelerator.unwrap_model(model))
     total, folder = total_steps(config, task), config.folder
     clock = Clock(accelerator.device)
-    progress = _take_up(run, inner, optimizers, config, accelerator)
+    freezer = Freezer(run, inner, optimizers, config, accelerator, total)
+    progress = _take_up(run, inner, optimizers, config, accelerator, freezer)
     screen = Screen(total, progress.step, quiet or run is None)
     if run:
         run.update(total_steps=total)
@@ -116,6 +118,8 @@ def train(
             raise TrainingFailed(f"a weight is not finite after step {progress.step}; {ADVICE}")
         start = time.perf_counter()
         meta = {"id": config.id, **asdict(progress), "metrics_size": run.metrics_size() if run else 0}
+        if freezer.steps:
+            meta["frozen"] = inner.oelm_report.fingerprints  # type: ignore[union-attr]
         if accelerator.scaler is not None:
             meta["scaler"] = accelerator.scaler.state_dict()
         save_checkpoint(folder, inner, optimizers, meta, write=run is not None)
@@ -130,6 +134,11 @@ def train(
         last_saved = time.monotonic()
         model.train()
         while progress.step < total and not (progress.best and out_of_time()):
+            if freezer.is_due(progress.step):
+                book.flush(progress)  # the ledger's line comes after the steps before it
+                if system.compile:
+                    clock.warmup_left = WARMUP
+            model = freezer.before_step(model, progress.step)
             book.add(train_step(model, optimizers, task, config, accelerator, clock, progress.step, total))
             progress.step += 1
             asked = progress.step % ASK_EVERY == 0
@@ -171,8 +180,9 @@ def total_steps(config: RunConfig, task: Task) -> int:
 
 
 def _take_up(
-    run: Run | None, model: nn.Module, optimizers: list[Any], config: RunConfig, accelerator: Accelerator
-) -> Progress:
+    run: Run | None, model: nn.Module, optimizers: list[Any], config: RunConfig, accelerator: Accelerator,
+    freezer: Freezer,
+) -> Progress:  # fmt: skip
     """Loads the newest whole checkpoint, if there is one, and cuts the metrics back to it."""
 
     def warn(text: str) -> None:
@@ -180,7 +190,7 @@ def _take_up(
             run.say(text)
 
     folder = config.folder
-    meta = load_checkpoint(folder, model, optimizers, warn)
+    meta = load_checkpoint(folder, model, optimizers, warn, freezer.take_up)
     accelerator.wait_for_everyone()  # before the first process moves anything that another is reading
     if meta is None:
         if run:
@@ -218,7 +228,7 @@ def train_step(
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 70 times as long
     if accelerator.device.type == "cuda":
         torch.cuda.manual_seed(seed)
-    set_learning_rate(optimizers, learning_rate(step, config.train, total))
+    set_learning_rate(optimizers, learning_rate(step, config.train, total), step)
     summed: Tensor | None = None
     for i in range(micro):
         arguments = task.batch(step, accelerator.process_index * micro + i, parts)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import traceback
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from torch import nn
 
 from ..config import RunConfig
-from ..flops import count_flops
+from ..flops import run_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
 from ..record import Run, claimed, read_run, write_predictions
 from ..runtime import choose_precision, environment, measure_peak, peak_memory
-from .checkpoint import sharded_like
 from .finetune import Classification, FineTuning
-from .loop import Stopper, Task, TrainingFailed, train
+from .loop import Stopper, Task, TrainingFailed, total_steps, train
 from .optim import make_optimizers
 from .pretrain import LanguageModelling, Pretraining
 
@@ -120,7 +117,7 @@ def _operate(
 ) -> dict[str, Any]:  # fmt: skip
     model, task, context = job.build()
     report = apply_oelm(model, config.method.oelm(config.init_seed))
-    flops = count_flops(model, context)
+    flops = run_flops(model, context, total_steps(config, task))
     if run:
         run.update(surgery=report.to_dict(), flops_per_token={**asdict(flops), "ceiling": flops.ceiling})
         run.log(f"surgery\n{report}")
@@ -134,7 +131,7 @@ def _operate(
         accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
 
     progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, stopper, quiet)
-    verify(model, report, optimizer=wrapped)
+    verify(model, optimizer=wrapped)
     for tracker in accelerator.trackers:
         tracker.finish()
     totals: dict[str, Any] = {
@@ -162,18 +159,12 @@ def _last_words(
     if not config.task:
         return {}
     accelerator.wait_for_everyone()
-    load_best(unwrap(accelerator.unwrap_model(model)), config.folder)
-    found = job.finish(model, task, accelerator)
+    # best/ as anybody would load it, so that the answers are those of the model that is kept
+    saved = type(unwrap(accelerator.unwrap_model(model))).from_pretrained(config.folder / "best")  # type: ignore[attr-defined]
+    found = job.finish(saved.to(accelerator.device), task, accelerator)
     if run:
         splits = {name: {key: f[key] for key in ("labels", "predicted")} for name, f in found.items()}
         write_predictions(config.folder, int(best["step"]), splits)
         for name, f in found.items():
             run.say(f"best model, {name}: {task.describe(f['metrics'])}")
     return {"splits": {name: {**f["metrics"], "n": len(f["labels"])} for name, f in found.items()}}
-
-
-def load_best(model: nn.Module, folder: Path) -> None:
-    """The weights of best/ into the model that wrote them."""
-    state = model.state_dict()
-    saved = load_file(folder / "best" / "model.safetensors")
-    model.load_state_dict({name: sharded_like(state[name], tensor) for name, tensor in saved.items()}, strict=False)

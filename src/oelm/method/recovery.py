@@ -1,0 +1,139 @@
+"""Small trained parts that give a frozen projection back some of what freezing took, and merge into its weight.
+
+    y = temperature * (W rotate(gain * x) + B A (gain * x))
+
+Every part starts as the identity, works on activations (a corrected weight would need the weight gradient that freezing
+saves), and leaves the frozen weight's bytes alone. The state dict shows the one weight that does the same, under the
+original name, so a saved model loads without `oelm`; what cannot be undone is loading such a weight back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .arms import OelmConfig
+from .frames import seed_of
+from .layout import Projection, gathered
+from .leaves import Leaf, become
+
+PARTS = ("temperature", "input_gain", "lora_a", "lora_b", "rotation")
+
+
+class Recovered(Leaf):
+    """A linear layer with any of the parts above as parameters of its own."""
+
+    oelm_heads: int
+    oelm_block: int
+    _parameters: dict[str, Any]
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self._parameters
+        if "input_gain" in parts:
+            x = x * parts["input_gain"].to(x.dtype)
+        y = super().forward(self._rotated(x) if "rotation" in parts else x)  # type: ignore[misc]
+        if "lora_a" in parts:
+            y = y + F.linear(F.linear(x, parts["lora_a"]), parts["lora_b"])
+        if "temperature" in parts:
+            y = (y.unflatten(-1, (self.oelm_heads, -1)) * parts["temperature"].to(y.dtype)[:, None]).flatten(-2)
+        return y
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        blocks = x.unflatten(-1, (-1, self.oelm_block))  # (..., blocks, block)
+        return torch.einsum("...kb,kbc->...kc", blocks, self._rotation().to(x.dtype)).flatten(-2)
+
+    def _rotation(self) -> Tensor:
+        """Cayley's map of skew matrices, exact: (blocks, block, block), each orthogonal; zeros give the identity."""
+        size, entries = self.oelm_block, gathered(self._parameters["rotation"]).float()
+        upper = torch.triu_indices(size, size, 1, device=entries.device)
+        skew = entries.new_zeros(entries.numel() // upper.shape[1], size, size)
+        skew[:, upper[0], upper[1]] = entries.unflatten(0, (len(skew), -1))
+        skew = skew - skew.mT
+        one = torch.eye(size, device=entries.device)
+        return torch.linalg.solve(one + skew, one - skew, left=False)
+
+    @torch.no_grad()
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias of a plain linear layer that does the same."""
+        own = {name: gathered(p) for name, p in self._parameters.items() if p is not None}
+        dtype, weight, bias = own["weight"].dtype, own["weight"].float(), own.get("bias")
+        if "rotation" in own:
+            blocks = weight.unflatten(1, (-1, self.oelm_block))  # (rows, blocks, block)
+            weight = torch.einsum("rkc,kbc->rkb", blocks, self._rotation()).flatten(1)
+        if "lora_a" in own:
+            weight = weight + own["lora_b"].float() @ own["lora_a"].float()
+        if "input_gain" in own:
+            weight = weight * own["input_gain"].float()
+        if "temperature" in own:
+            by_row = own["temperature"].float().repeat_interleave(len(weight) // self.oelm_heads)
+            weight, bias = weight * by_row[:, None], None if bias is None else (bias.float() * by_row).to(dtype)
+        return weight.to(dtype), bias
+
+    def products(self) -> int:
+        """Multiplications per token that the correction adds."""
+        added = sum(self._parameters[name].numel() for name in ("lora_a", "lora_b") if name in self._parameters)
+        return added + (self._parameters["weight"].shape[1] * self.oelm_block if "rotation" in self._parameters else 0)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for name in PARTS:
+            destination.pop(prefix + name, None)
+        for name, tensor in zip(("weight", "bias"), self.merged(), strict=True):
+            if tensor is not None:
+                destination[prefix + name] = tensor.contiguous()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        errors.append(
+            f"{prefix}weight: a state dict holds it with its corrections merged, which cannot be taken apart; load it "
+            "into a plain model, or go on from a run's own checkpoint"
+        )
+
+
+def check_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> None:
+    """Raises, before anything is changed, where an architecture cannot have what was asked for."""
+    asked = [name for name in ("temperature", "input_gains", "correction") if getattr(config, name)]
+    for p in (p for p in chosen if asked and p.role in config.freeze):
+        owner = model.get_submodule(p.module)
+        if p.layout.fused or not isinstance(owner, nn.Linear):
+            raise ValueError(
+                f"{asked[0]}: needs q and k as linear layers of their own; {p.module} ({type(owner).__name__}) "
+                f"{'holds them together' if p.layout.fused else 'is none'}"
+            )
+        norm = getattr(model.get_submodule(p.attention), "q_norm", nn.Identity())
+        if config.temperature and not isinstance(norm, nn.Identity):
+            raise ValueError(f"temperature: has no effect in {p.attention}, which normalises q after its projection")
+        if config.correction == "oft" and p.d_in % config.block:
+            raise ValueError(f"block: {config.block} does not divide the width {p.d_in} of {p.name}")
+
+
+@torch.no_grad()
+def add_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> None:
+    """Gives every frozen projection the trained parts that the config asks for."""
+    for p in (p for p in chosen if p.role in config.freeze):
+        module: Any = model.get_submodule(p.module)
+        parts: dict[str, Tensor] = {}
+        if config.temperature and p.role == "q":
+            parts["temperature"] = torch.ones(p.heads)
+        if config.input_gains:
+            parts["input_gain"] = torch.ones(p.d_in)
+        if config.correction == "lora":
+            generator = torch.Generator().manual_seed(seed_of(config.seed, p.stack, p.place, p.role, "lora"))
+            uniform = torch.rand(config.rank, p.d_in, generator=generator, device="cpu")
+            parts["lora_a"] = (2 * uniform - 1) * p.d_in**-0.5  # PEFT's: kaiming_uniform with a = sqrt(5)
+            parts["lora_b"] = torch.zeros(p.rows, config.rank)
+        if config.correction == "oft":
+            # One row of numbers, not a matrix: weight decay and Muon are for matrices that multiply.
+            parts["rotation"] = torch.zeros(p.d_in * (config.block - 1) // 2)
+        if parts:
+            weight = module._parameters["weight"]
+            become(module, Recovered)
+            module.oelm_heads, module.oelm_block = p.heads, config.block
+            for name, start in parts.items():
+                module.register_parameter(name, nn.Parameter(start.to(weight.device, weight.dtype)))
