@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,10 +120,14 @@ def _seeds_for(level: float) -> int:
 
 
 def _examples(task: TaskConfig | None) -> int:
-    """How many a task trains on: as asked for, else as its files have, else as published."""
+    """How many a task trains on: as asked for, else as its files have, else (or while they are away) as published."""
     assert task is not None  # a language model has max_steps
-    local = task.path or task.train
-    return task.train_examples or (len(load_task(task).splits["train"]) if local else published_task(task).train_rows)
+    if task.train_examples:
+        return task.train_examples
+    with suppress(FileNotFoundError):
+        if task.path or task.train:
+            return len(load_task(task).splits["train"])
+    return published_task(task).train_rows
 
 
 def _cost(cells: list[Cell]) -> Cost:
