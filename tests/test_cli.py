@@ -127,7 +127,7 @@ def test_report_names_every_file_it_wrote_and_the_check_what_differs(tmp_path, m
 
 def test_the_studys_own_spelling_is_the_same_run(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("oelm.training.pretrain.pretrain", lambda config: seen.append(config))
+    monkeypatch.setattr("oelm.training.run.run_training", lambda config: seen.append(config))
     run("train", "--model_type", "oelm_v2", "--dataset", "tinystories", "--max_lr", "1e-3", "--max_steps", "100000",
         "--out_dir", str(tmp_path / "GPT-02"))  # fmt: skip
     run("train", "model=medium-512", "method=oelm", "data=tinystories", "data.tokenizer=gpt2", "train.batch_size=8",

@@ -20,7 +20,7 @@ TASK_SETTINGS = [
 ]  # fmt: skip
 
 
-def write_encoder(folder: Path, vocab: int = 0, **shape: int) -> Path:
+def write_encoder(folder: Path, vocab: int = 0, **shape: float) -> Path:
     """A tiny BERT with random weights and its tokenizer, as a Hugging Face folder."""
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast

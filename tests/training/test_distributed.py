@@ -9,16 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_config, words_for, write_corpus
+from tiny import task_words, tiny_config, words_for, write_corpus, write_encoder, write_task
 
-from oelm.record import evaluations, losses, read_metrics, read_run
+from oelm.config import load_config
+from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run
 from oelm.training.run import run_training
 
 
 def launch(corpus, out, *more):
+    return launch_words(words_for(corpus, out, *more))
+
+
+def launch_words(words):
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "oelm.cli", "train",
-         *words_for(corpus, out, *more)],
+         *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -42,6 +47,20 @@ def test_two_processes_give_the_losses_of_one(tmp_path, accumulate):
     if accumulate == 1:
         finish(launch(corpus, tmp_path / "two", "train.accumulate=1"))  # a finished run is not run again
         assert read_metrics(tmp_path / "two") == two
+
+
+@pytest.mark.slow
+def test_two_processes_fine_tune_like_one(tmp_path):
+    # without dropout, which each process draws for itself
+    encoder = write_encoder(tmp_path / "encoder", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    task = write_task(tmp_path / "task")
+    run_training(load_config(None, task_words(encoder, task, tmp_path / "one")), quiet=True)
+    finish(launch_words(task_words(encoder, task, tmp_path / "two")))
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    answers = [read_predictions(tmp_path / name)["splits"] for name in ("one", "two")]
+    assert answers[0] == answers[1]
+    assert read_run(tmp_path / "two")["totals"]["tokens"] == read_run(tmp_path / "one")["totals"]["tokens"]
 
 
 @pytest.mark.slow
