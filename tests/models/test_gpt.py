@@ -140,14 +140,14 @@ def test_relative_bias_is_a_causal_function_of_distance() -> None:
     model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[1]))
     model(tokens(1, 50))
     bias = seen[0]
-    assert bias.shape == (1, 4, 50, 50)
+    assert bias.shape == (4, 50, 50)
     for head in range(4):
         for distance in range(50):
-            assert bias[0, head].diagonal(-distance).unique().numel() == 1
+            assert bias[head].diagonal(-distance).unique().numel() == 1
     above = torch.ones(50, 50, dtype=torch.bool).triu(1)
-    assert torch.isinf(bias[0, :, above]).all()
-    assert torch.isfinite(bias[0, :, ~above]).all()
-    assert bias[0, :, 49, 49].unique().numel() == 4, "each head has a bias of its own"
+    assert torch.isinf(bias[:, above]).all()
+    assert torch.isfinite(bias[:, ~above]).all()
+    assert bias[:, 49, 49].unique().numel() == 4, "each head has a bias of its own"
 
 
 def test_distance_buckets_are_exact_nearby_and_widen_with_distance() -> None:

@@ -18,6 +18,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
+from .biased import biased_attention, causal_bias
+
 IGNORE = -100  # label of a token that does not count, to Hugging Face and to torch's losses alike
 Rotary = tuple[Tensor, Tensor]  # cosine and sine
 POSITIONS = ("learned", "rotary", "relative")
@@ -141,9 +143,12 @@ class GPTAttention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
-        # No mask and one query means a token that may look at the whole cache.
-        is_causal = mask is None and q.shape[2] > 1
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)  # (B, H, T, D)
+        if mask is not None and mask.ndim == 3 and mask.requires_grad and _plain_on_cpu(q, mask):
+            y = biased_attention(q, k, v, mask)  # (B, H, T, D)
+        else:
+            # No mask and one query means a token that may look at the whole cache.
+            is_causal = mask is None and q.shape[2] > 1
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).reshape(x.shape))  # (B, T, C)
 
 
@@ -266,7 +271,10 @@ class GPT(PreTrainedModel, GenerationMixin):
     def _attention_mask(
         self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None, past: int
     ) -> Tensor | None:
-        """What SDPA needs beyond `is_causal`: nothing, a boolean mask, or a bias, -inf where masked."""
+        """What SDPA needs beyond `is_causal`: nothing, a boolean mask, or a bias, -inf where masked.
+
+        A bias of three dimensions masks the future and nothing else.
+        """
         relative = self.config.positions == "relative"
         mask = None
         if attention_mask is not None or cache is not None:
@@ -275,12 +283,22 @@ class GPT(PreTrainedModel, GenerationMixin):
             )  # (B, 1, T, S)
         if not relative:
             return mask
-        n_keys = x.shape[1] if mask is None else mask.shape[-1]
+        if mask is None:
+            distances = torch.arange(x.shape[1], device=x.device)
+            return causal_bias(self.relative_bias(distance_buckets(distances)).T).to(x.dtype)  # (H, T, T)
+        n_keys = mask.shape[-1]
         queries = torch.arange(past, past + x.shape[1], device=x.device)
         distance = queries[:, None] - torch.arange(n_keys, device=x.device)  # (T, S)
         bias = self.relative_bias(distance_buckets(distance)).permute(2, 0, 1)[None]  # (1, H, T, S)
-        hidden = distance < 0 if mask is None else ~mask
-        return bias.masked_fill(hidden, float("-inf")).to(x.dtype)  # (B or 1, H, T, S)
+        return bias.masked_fill(~mask, float("-inf")).to(x.dtype)  # (B, H, T, S)
+
+
+def _plain_on_cpu(q: Tensor, bias: Tensor) -> bool:
+    """CUDA's own kernels give a bias its gradient; half precision is for them and for torch's plain path, and
+    torch.compile would spell out every strip."""
+    if torch.compiler.is_compiling():
+        return False
+    return q.device.type == "cpu" and q.dtype == bias.dtype and not torch.is_autocast_enabled("cpu")
 
 
 def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
