@@ -4,7 +4,6 @@ import ast
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -63,15 +62,14 @@ def test_the_method_needs_torch_alone():
     assert done.stdout.strip() == str(2 * (8 * 8 + 8))
 
 
-def test_help_answers_at_once_without_torch():
+def test_help_imports_nothing_heavy():
     code = (
         "import sys\nfrom oelm.cli import main\nsys.argv = ['oelm', '--help']\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\nprint('torch' in sys.modules)"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'scipy') if m in sys.modules])"
     )
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("False")
-    assert time.monotonic() - start < 2  # a busy machine may take longer than the usual fifth of a second
+    assert done.stdout.strip().endswith("[]")
 
 
 def test_the_tree_in_the_readme_is_the_tree_on_disk():
