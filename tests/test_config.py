@@ -88,3 +88,11 @@ def test_bad_files(tmp_path):
 def test_yaml_cannot_execute(tmp_path):
     with pytest.raises(ValueError, match="not readable as YAML"):
         load_config(write(tmp_path, "name: !!python/object/apply:os.getcwd []\n"))
+
+
+def test_a_null_in_place_of_a_default_is_part_of_the_id():
+    cleared, default = load_config(None, ["train.clip=null"]), load_config(None, [])
+    assert cleared.science()["train"]["clip"] is None
+    assert cleared.id != default.id
+    assert RunConfig.model_validate(cleared.science()).id == cleared.id
+    assert "schedule" not in default.science()["method"]

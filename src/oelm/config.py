@@ -236,7 +236,7 @@ class RunConfig(Section):
         Without what is not set, so that a field added later, left at None, changes no id of a run already made.
         """
         unused = {"data"} if self.task else set()
-        return self.model_dump(mode="json", exclude={"name", "out", "system"} | unused, exclude_none=True)
+        return _what_is_set(self, self.model_dump(mode="json", exclude={"name", "out", "system"} | unused))
 
     @property
     def source(self) -> str:
@@ -252,6 +252,16 @@ class RunConfig(Section):
     @property
     def folder(self) -> Path:
         return Path(self.out) if self.out else Path(self.system.runs_dir) / f"{self.name}-{self.id}"
+
+
+def _what_is_set(section: BaseModel, dumped: dict[str, Any]) -> dict[str, Any]:
+    """Without the fields that are None by default and were left so; a None in place of another default stays."""
+    kept = {}
+    for name, value in dumped.items():
+        inner = getattr(section, name)
+        if value is not None or type(section).model_fields[name].default is not None:
+            kept[name] = _what_is_set(inner, value) if isinstance(inner, BaseModel) else value
+    return kept
 
 
 MAIN_FIELD = {"model": "name", "method": "arm", "data": "corpus", "task": "name"}

@@ -95,7 +95,7 @@ def test_own_files_map_their_label_names_in_the_given_order(tmp_path):
     own = {"name": "own", "text": ["title"], "label": "stars", "labels": ["few", "many"]}
     assert load_task(TaskConfig(**files, **own)).splits["train"].labels == [1, 0]
     write(tmp_path / "train.csv", "title,stars\nnice,1\n")  # a number is no name: which class would it be?
-    with pytest.raises(ValueError, match="train.csv: row 1: label '1' is not one of few, many"):
+    with pytest.raises(ValueError, match="train.csv: line 2: label '1' is not one of few, many"):
         load_task(TaskConfig(**files, **own))
     with pytest.raises(ValueError, match="own files need train, validation, text"):
         load_task(TaskConfig(name="own", train=files["train"]))
@@ -114,11 +114,11 @@ def test_the_subset_is_the_same_whatever_asks_for_it(tmp_path):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ("sentence\tlabel\nfine\tgood\n", r"train.tsv: row 1: label 'good' is not one of negative, positive, 0, 1"),
-        ("sentence\tlabel\nfine\t1\npoor\t2\n", r"train.tsv: row 2: label '2' is not one of"),
+        ("sentence\tlabel\nfine\tgood\n", r"train.tsv: line 2: label 'good' is not one of negative, positive, 0, 1"),
+        ("sentence\tlabel\nfine\t1\npoor\t2\n", r"train.tsv: line 3: label '2' is not one of"),
         ("text\tlabel\nfine\t1\n", r"train.tsv: needs the columns sentence, label; has text, label"),
         ("sentence\tlabel\n", r"task.train: no labelled row in it"),
-        ("sentence\tlabel\nfine\n", r"train.tsv: row 2: 1 columns, where there should be 2"),
+        ("sentence\tlabel\nfine\n", r"train.tsv: line 2: 1 columns, where there should be 2"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_named_with_its_row(tmp_path, train, message):
@@ -143,6 +143,39 @@ def test_a_wrong_file_is_named_with_its_row(tmp_path, train, message):
 def test_a_wrong_config_is_one_clear_line(fields, error, message):
     with pytest.raises(error, match=message):
         load_task(TaskConfig(**fields))
+
+
+def test_a_language_column_means_something_to_xnli_alone(tmp_path):
+    table = "title,stars,language\nnice,many,en\nschlecht,few,de\n"
+    files = {name: str(write(tmp_path / f"{name}.csv", table)) for name in ("train", "validation")}
+    own = TaskConfig(name="own", text=["title"], label="stars", labels=["few", "many"], **files)
+    assert len(load_task(own).splits["train"]) == 2
+
+
+def test_two_files_of_one_split_are_not_added_up(tmp_path):
+    write_task(tmp_path)
+    write(tmp_path / "dev.jsonl", json.dumps({"sentence": "fine", "label": 1}) + "\n")
+    with pytest.raises(ValueError, match="dev.jsonl and dev.tsv are both for validation; name one"):
+        load_task(TaskConfig(name="sst2", path=str(tmp_path)))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path):
+    write_task(tmp_path)
+    (tmp_path / "dev.tsv").write_bytes(b"\xef\xbb\xbfsentence\tlabel\nfine\t1\n")
+    assert load_task(TaskConfig(name="sst2", path=str(tmp_path))).splits["validation"].labels == [1]
+
+
+def test_agnews_has_its_test_set_for_validation(tmp_path):
+    table = "text,label\nnews,2\n"
+    news = splits(tmp_path, "agnews", {"train.csv": table, "test.csv": table})
+    assert list(news.splits) == ["train", "validation"]
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path):
+    write_task(tmp_path)
+    (tmp_path / "dev.tsv").rename(tmp_path / "dev.parquet")
+    with pytest.raises(ValueError, match="dev.parquet: damaged, or not a .parquet file"):
+        load_task(TaskConfig(name="sst2", path=str(tmp_path)))
 
 
 def test_a_damaged_archive_is_named(tmp_path):

@@ -53,6 +53,9 @@ class Encoded:
 def encode(examples: Examples, tokenizer: Any, max_length: int) -> Encoded:
     """Tokenises a split; texts longer than `max_length` tokens are cut, and counted."""
     names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
+    padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
+    if odd := sorted(set(names) - set(padding)):
+        raise ValueError(f"model.name: its tokenizer gives {odd[0]}, which batches of texts here do not have")
 
     def run(texts: tuple[list[str], ...], **options: Any) -> dict[str, list[list[int]]]:
         found = tokenizer(*texts, padding=False, return_attention_mask=False, verbose=False, **options)
@@ -65,7 +68,6 @@ def encode(examples: Examples, tokenizer: Any, max_length: int) -> Encoded:
         for name, column in cut.items():
             for i, ids in zip(long, column, strict=True):
                 columns[name][i] = ids
-    padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
     labels = np.array(examples.labels, dtype=np.int64)
     return Encoded(columns, labels, {name: padding[name] for name in names}, len(long))
 

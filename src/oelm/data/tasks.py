@@ -28,6 +28,7 @@ LANGUAGES = ("ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "
 OWN = "own"
 
 Row = Mapping[str, Any]
+Rows = Iterable[tuple[str, Row]]  # each with its place in the file, for errors
 
 
 class Layout(NamedTuple):
@@ -74,7 +75,7 @@ TASKS: dict[str, Known] = {
                   8_551, config="cola", metric="matthews", header=("source", "label", "mark", "sentence")),
     "mrpc": Known("do two sentences say the same?", ("not_equivalent", "equivalent"),
                   (_GLUE_PAIR, Layout(("#1 String", "#2 String"), "Quality")), 3_668, config="mrpc", metric="f1"),
-    "agnews": Known("topic of a news item", ("World", "Sports", "Business", "Sci/Tech"),
+    "agnews": Known("topic of a news item (its test set serves as validation: it has no other)", ("World", "Sports", "Business", "Sci/Tech"),
                     (Layout(("text",), "label"),
                      Layout(("Title", "Description"), "Class Index",
                             {"1": "World", "2": "Sports", "3": "Business", "4": "Sci/Tech"})),
@@ -123,7 +124,7 @@ def load_task(config: TaskConfig) -> TaskData:
     for split, sources in (_files(config, known) or _hub_splits(config, known)).items():
         texts, labels, missing = [], [], 0
         for source, rows in sources:
-            for text, label in _labelled(source, rows, known, split, config.language or "en"):
+            for text, label in _labelled(source, rows, known, split, _language(config)):
                 if label is None:
                     missing += 1
                 else:
@@ -164,7 +165,11 @@ def describe(config: TaskConfig) -> Known:
     return TASKS[config.name]
 
 
-Sources = list[tuple[str, Iterable[Row]]]
+def _language(config: TaskConfig) -> str | None:
+    return (config.language or "en") if config.name == "xnli" else None
+
+
+Sources = list[tuple[str, Rows]]
 
 
 def _files(config: TaskConfig, known: Known) -> dict[str, Sources] | None:
@@ -186,17 +191,23 @@ def _files(config: TaskConfig, known: Known) -> dict[str, Sources] | None:
 def _found(folder: Path, config: TaskConfig, known: Known) -> dict[str, list[Path]]:
     if not folder.is_dir():
         raise FileNotFoundError(f"task.path={folder}: no such folder")
-    language = config.language or "en"
+    language = _language(config)
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         words = set(re.split(r"[._-]", path.name.lower()))
-        if _kind(path) not in KINDS or words & (set(LANGUAGES) - {language}):
+        if _kind(path) not in KINDS or (language and words & (set(LANGUAGES) - {language})):
             continue
         split = next((split for split, names in SPLIT_WORDS.items() if words & names), None)
         if "mismatched" in words:
             split = "mismatched" if split == "validation" else None
         if split and (split in known.splits or split == "test"):
             found.setdefault(split, []).append(path)
+    if "validation" not in found and known.splits["validation"] == "test" and "test" in found:
+        found["validation"] = found.pop("test")
+    for split, paths in found.items():
+        if len(paths) > 1 and not all(re.search(r"-\d{5}-of-\d{5}\.", path.name) for path in paths):
+            names = " and ".join(path.name for path in paths[:2])
+            raise ValueError(f"task.path={folder}: {names} are both for {split}; name one: task.{split}=path/to/file")
     return found
 
 
@@ -208,7 +219,7 @@ def _kind(path: Path) -> str:
     return (path.with_suffix("") if path.suffix in (".xz", ".gz") else path).suffix.lower()
 
 
-def _rows(path: Path, header: tuple[str, ...]) -> Iterator[Row]:
+def _rows(path: Path, header: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     kind = _kind(path)
@@ -216,58 +227,70 @@ def _rows(path: Path, header: tuple[str, ...]) -> Iterator[Row]:
         raise ValueError(f"{path}: not one of {' '.join(KINDS)} (also as .xz or .gz)")
     try:
         if kind == ".parquet":
-            import pyarrow.parquet
-
-            yield from pyarrow.parquet.read_table(path).to_pylist()
+            yield from _numbered(_parquet(path))
         else:
             yield from _text_rows(path, kind, header)
     except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile, csv.Error, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: damaged, or not a {kind} file ({error})") from None
-    except OSError as error:  # pyarrow's word for a file that is no parquet
+    except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
 
 
-def _text_rows(path: Path, kind: str, header: tuple[str, ...]) -> Iterator[Row]:
+def _parquet(path: Path) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: damaged, or not a .parquet file ({error})") from None
+
+
+def _numbered(rows: Iterable[Row]) -> Rows:
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _text_rows(path: Path, kind: str, header: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
     openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
-    with openers.get(path.suffix, open)(path, "rt", encoding="utf-8", newline="") as file:
+    with openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="") as file:
         if kind in (".jsonl", ".ndjson"):
-            for line in filter(str.strip, file):
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}: a line holds no object")
-                yield row
+            for number, line in enumerate(file, 1):
+                row = json.loads(line) if line.strip() else None
+                if row is not None and not isinstance(row, dict):
+                    raise ValueError(f"{path}: line {number} holds no object")
+                if row is not None:
+                    yield f"line {number}", row
         else:
             yield from _table_rows(path, file, kind, header)
 
 
-def _table_rows(path: Path, file: IO[str], kind: str, header: tuple[str, ...]) -> Iterator[Row]:
+def _table_rows(path: Path, file: IO[str], kind: str, header: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)
     plain: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}  # quotation marks in .tsv files are text
     lines = csv.reader(file, **plain if kind == ".tsv" else {})
     first = next(lines, [])
     columns = list(header) if header and kind == ".tsv" and len(first) == len(header) else first
     if columns is not first:
-        yield dict(zip(columns, first, strict=True))
-    for number, line in enumerate(lines, 2):
-        if not line:
-            continue
+        yield "line 1", dict(zip(columns, first, strict=True))
+    for line in filter(None, lines):
+        place = f"line {lines.line_num}"
         if len(line) != len(columns):
-            raise ValueError(f"{path}: row {number}: {len(line)} columns, where there should be {len(columns)}")
-        yield dict(zip(columns, line, strict=True))
+            raise ValueError(f"{path}: {place}: {len(line)} columns, where there should be {len(columns)}")
+        yield place, dict(zip(columns, line, strict=True))
 
 
 def _labelled(
-    source: str, rows: Iterable[Row], known: Known, split: str, language: str
+    source: str, rows: Rows, known: Known, split: str, language: str | None
 ) -> Iterator[tuple[tuple[str, ...], int | None]]:
     """(texts, class number) of each row; None for the number of a row that has no label."""
     layout, values = None, {}
-    for number, row in enumerate(rows, 1):
+    for place, row in rows:
         if layout is None:
             layout = _layout(source, row, known, split)
             if layout is None:  # a test split without labels, as GLUE gives it out
                 return
             values = _spellings(known, layout)
-        if row.get("language", language) != language:  # XNLI's own files hold all languages
+        if language and row.get("language", language) != language:  # XNLI's own files hold all languages
             continue
         given = row.get(layout.label)
         label = str(given).strip() if given is not None else "None"
@@ -275,10 +298,10 @@ def _labelled(
             yield ("",) * len(layout.text), None
             continue
         if label not in values:
-            raise ValueError(f"{source}: row {number}: label {label!r} is not one of {', '.join(values)}")
+            raise ValueError(f"{source}: {place}: label {label!r} is not one of {', '.join(values)}")
         texts = tuple(row.get(column) for column in layout.text)
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{source}: row {number}: {' or '.join(layout.text)} is not text")
+            raise ValueError(f"{source}: {place}: {' or '.join(layout.text)} is not text")
         yield texts, values[label]  # type: ignore[misc]
 
 
@@ -312,5 +335,5 @@ def _hub_splits(config: TaskConfig, known: Known) -> dict[str, Sources]:
         except (OSError, ValueError) as error:
             what = f"cannot get {known.hub} from the Hugging Face hub ({str(error).partition(chr(10))[0]})"
             raise ValueError(f"task={config.name}: {what}; pass local files instead: task.path=folder") from error
-        found[split] = [(f"{known.hub} {theirs}", data)]
+        found[split] = [(f"{known.hub} {theirs}", _numbered(data))]
     return found

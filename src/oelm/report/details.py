@@ -7,7 +7,7 @@ import math
 from collections import Counter, defaultdict
 
 from ..study.plan import Cell as Planned
-from ..study.published import PUBLISHED, Published
+from ..study.published import DOUBTS, PUBLISHED, Published
 from .analysis import ENOUGH, Analysis, Arm, Comparison, Setting
 from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
 from .records import Measured
@@ -36,6 +36,13 @@ def published_table(analysis: Analysis) -> Table | None:
         said = "; ".join(f"{text} ({', '.join(rows_of)})" for text, rows_of in doubts.items())
         note += f" The record contradicts itself: {said}."
     return Table("published", "Measured and published", columns, tuple(rows), note) if rows else None
+
+
+def claims_table(analysis: Analysis) -> Table:
+    """What the published record says and arithmetic rules out, so that nobody holds a measurement against it."""
+    columns = (("The published record claims", ""), ("Checked by arithmetic", ""))
+    rows = tuple((Cell((claim,)), Cell((check,))) for claim, check in DOUBTS)
+    return Table("claims", "Claims of the published record that cannot stand", columns, rows, "")
 
 
 def _published(analysis: Analysis, setting: Setting, arm: str) -> Published | None:
