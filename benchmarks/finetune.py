@@ -57,9 +57,9 @@ class Stopwatch(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def ours(config: RunConfig, job: Any, accelerator: Accelerator, steps: int) -> float:
+def ours(config: RunConfig, accelerator: Accelerator, steps: int) -> float:
     """Seconds a step of the loop's own `train_step`."""
-    model, task, _ = job.build()
+    model, task, _ = job_of(config).build()  # a fresh model
     apply_oelm(model, config.method.oelm(0))
     prepared, *optimizers = accelerator.prepare(model, *make_optimizers(model, config.train))
     prepared.train()
@@ -72,9 +72,9 @@ def ours(config: RunConfig, job: Any, accelerator: Accelerator, steps: int) -> f
     return (time.perf_counter() - start) / (steps - WARMUP)
 
 
-def trainers(config: RunConfig, job: Any, steps: int, strategy: str) -> float:
+def trainers(config: RunConfig, steps: int, strategy: str) -> float:
     """Seconds a step of the Trainer."""
-    model, task, _ = job.build()
+    model, task, _ = job_of(config).build()  # a fresh model
     apply_oelm(model, config.method.oelm(0))
     data = task.splits["train"]
     rows = [
@@ -106,11 +106,11 @@ def main() -> None:
         write_texts(Path(folder), 32 * options.steps)
         words = [f"task.path={folder}", "train.batch_size=32", f"train.max_steps={options.steps}"]
         config = load_config(None, ["task=sst2", "model=minilm-l6", f"method={options.arm}", *words])
-        job, accelerator = job_of(config), Accelerator(cpu=True)
+        accelerator = Accelerator(cpu=True)
         turns: dict[str, Callable[[], float]] = {
-            "oelm": lambda: ours(config, job, accelerator, options.steps),
-            "Trainer, grouped by length": lambda: trainers(config, job, options.steps, "group_by_length"),
-            "Trainer": lambda: trainers(config, job, options.steps, "random"),
+            "oelm": lambda: ours(config, accelerator, options.steps),
+            "Trainer, grouped by length": lambda: trainers(config, options.steps, "group_by_length"),
+            "Trainer": lambda: trainers(config, options.steps, "random"),
         }
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         for number in range(options.rounds):

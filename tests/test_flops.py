@@ -42,3 +42,12 @@ def test_the_published_speed_ups_against_their_ceiling():
 
 def test_nothing_frozen_saves_nothing():
     assert count_flops(build("timm"), 12).ceiling == 0
+
+
+def test_a_decoder_that_writes_few_tokens_costs_little():
+    model = build("t5")
+    whole, few = count_flops(model, 12), count_flops(model, 12, written=2)
+    parameters = dict(model.named_parameters())
+    head = 2 * parameters["lm_head.weight"].numel() if "lm_head.weight" in parameters else 0
+    assert head * 10 / 12 < whole.forward - few.forward < whole.forward
+    assert count_flops(model, 12, written=12).forward == pytest.approx(whole.forward)

@@ -25,6 +25,11 @@ from .record import mean_over_steps
 _PER_SEQUENCE = re.compile(r"(^|\.)(pooler|pre_classifier|classifier|classification_head|score)(\.|$)")
 
 
+_DECODER = re.compile(r"(^|\.)decoder\.|^lm_head$")
+_CROSS = re.compile(r"EncDecAttention|encoder_attn|crossattention|cross_attn")
+_READS_ENCODER = re.compile(rf"({_CROSS.pattern})\.(k|v|k_proj|v_proj)$")  # once per token of the encoder
+
+
 @dataclass(frozen=True)
 class Flops:
     """FLOPs per token; `saved` is what freezing took away from the three phases."""
@@ -44,9 +49,10 @@ class Flops:
         return self.saved / (self.total + self.saved)
 
 
-def count_flops(model: nn.Module, context: int) -> Flops:
+def count_flops(model: nn.Module, context: int, written: int | None = None) -> Flops:
     """Counts the matrix products of one training step, per token, at `context` tokens per sequence.
 
+    `written`: tokens that an encoder-decoder's decoder takes for them; as many, where it is not given.
     Works before and after surgery: what is frozen, and what is a mere slice, is read off the model.
     """
     report: Any = getattr(model, "oelm_report", None)
@@ -54,11 +60,17 @@ def count_flops(model: nn.Module, context: int) -> Flops:
     attention = find_projections(model, *targets)
     shared = _uses_per_layer(model, len({p.attention for p in attention}))
     container = attention[0].attention.partition(".0")[0]  # where the layers live
-    scores = sum(4.0 * p.rows * context * shared for p in attention if p.role == "q")
+    share = 1.0 if written is None else written / context
+    scores = 0.0
+    for p in (p for p in attention if p.role == "q"):
+        decoding = share if _DECODER.search(p.attention) else 1.0
+        keys = context if written is None or decoding == 1.0 or _CROSS.search(p.attention) else written
+        scores += 4.0 * p.rows * keys * decoding * shared
 
     forward = weight_gradient = saved = 0.0
     for path, module in model.named_modules():
         uses = shared if path.startswith(container) else 1 / context if _PER_SEQUENCE.search(path) else 1
+        uses *= share if _DECODER.search(path) and not _READS_ENCODER.search(path) else 1
         for name in _product_weights(module):
             weight = module._parameters[name]
             assert weight is not None
@@ -75,17 +87,17 @@ def count_flops(model: nn.Module, context: int) -> Flops:
     return Flops(forward + scores, forward + 2 * scores, weight_gradient, saved)
 
 
-def run_flops(model: nn.Module, context: int, steps: int) -> Flops:
+def run_flops(model: nn.Module, steps: int, context: int, written: int | None = None) -> Flops:
     """count_flops of a run of so many steps: the mean over them, where a schedule changes what is frozen."""
     report: Any = model.oelm_report
     due = change_steps(report, steps)
     if not due:
-        return count_flops(model, context)
+        return count_flops(model, context, written)
     model = copy.deepcopy(model).to("meta")
-    found = {0: count_flops(model, context)}
+    found = {0: count_flops(model, context, written)}
     for step in sorted(set(due.values())):
         change_state(model, [key for key, at in due.items() if at == step])
-        found[step] = count_flops(model, context)
+        found[step] = count_flops(model, context, written)
     return Flops(*(
         mean_over_steps({step: getattr(flops, field.name) for step, flops in found.items()}, steps)
         for field in fields(Flops)

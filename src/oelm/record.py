@@ -27,7 +27,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 SCHEMA = 1
-MUST_NOT_CHANGE = ("data_sha256", "precision")  # or one curve would be of two things
+MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve would be of two things
 STATUSES = ("running", "stopped", "finished", "failed")
 PHASES = ("data", "forward", "backward", "optimizer")
 ANSWERS = ("labels", "predicted")

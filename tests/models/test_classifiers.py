@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import write_encoder
-from transformers import AutoTokenizer, GPT2Config
+from transformers import AutoTokenizer, GPT2Config, T5Config
 
 from oelm.config import ModelConfig
 from oelm.models.classifiers import build_classifier, check_fit, load_tokenizer, source_of
@@ -50,14 +50,21 @@ def test_weights_of_another_architecture_are_refused(encoder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     shutil.copy(encoder / "model.safetensors", folder)
-    with pytest.raises(ValueError, match="model.name: the weights in .*odd"):
+    with pytest.raises(ValueError, match="model.name: the weights (in|of) .*odd"):
         build(folder)
+
+
+def test_a_writer_with_foreign_weights_is_refused_too(encoder, tmp_path):
+    T5Config(vocab_size=21, d_model=16, d_kv=8, num_layers=1, num_heads=2, d_ff=32).save_pretrained(tmp_path / "t5")
+    shutil.copy(encoder / "model.safetensors", tmp_path / "t5")
+    with pytest.raises(ValueError, match="are of another architecture"):
+        build(tmp_path / "t5", style="text")
 
 
 def test_truncated_weights_are_one_clear_line(encoder, tmp_path):
     folder = shutil.copytree(encoder, tmp_path / "cut")
     (folder / "model.safetensors").write_bytes((encoder / "model.safetensors").read_bytes()[:1000])
-    with pytest.raises(ValueError, match="the weights in .*cut cannot be loaded"):
+    with pytest.raises(ValueError, match="the weights of .*cut cannot be loaded"):
         build(folder)
 
 
@@ -78,7 +85,7 @@ def test_what_cannot_classify_or_has_no_tokenizer_says_so(encoder, tmp_path):
     with pytest.raises(ValueError, match="no tokenizer for|has no padding token"):
         load_tokenizer(str(tmp_path / "bare"))
     AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / "bare")
-    with pytest.raises(ValueError, match="the weights in .*bare cannot be loaded"):
+    with pytest.raises(ValueError, match="the weights of .*bare cannot be loaded"):
         build(tmp_path / "bare")
 
 

@@ -156,8 +156,11 @@ def test_encoder_decoders_classify_and_write_labels(seq2seq, task, tmp_path, nam
     record = run_training(config_for(seq2seq[name], task, tmp_path / "run", *words), quiet=True)
     stacks = {row["stack"] for row in record["surgery"]["projections"]}
     assert len(stacks) == 3  # encoder, decoder, cross-attention
-    assert 0 <= record["totals"]["splits"]["test"]["accuracy"] <= 1
-    assert len(set(read_predictions(tmp_path / "run")["splits"]["test"]["predicted"])) <= 2
+    first, *_, last = losses(read_metrics(tmp_path / "run"))
+    assert last < first or style == "classify"  # names are written better at once, classes take longer
+    stored = read_predictions(tmp_path / "run")["splits"]["test"]
+    right = sum(a == b for a, b in zip(stored["labels"], stored["predicted"], strict=True))
+    assert record["totals"]["splits"]["test"]["accuracy"] == right / 24
     assert audit(tmp_path / "run")
 
 
@@ -196,7 +199,7 @@ def test_a_dry_run_counts_and_writes_nothing(encoder, task, tmp_path):
     [
         (["task.max_length=99"], "task.max_length: 99 tokens, where .* takes 32 at most"),
         (["train.batch_size=512"], "train.batch_size: 512, but the training split has only 160 examples"),
-        (["model=small"], "small"),
+        (["model=small"], "our GPT small cannot classify; choose minilm-l6"),
         (["train.max_steps=3"], "epochs: give epochs or max_steps, not both"),
         (["task.name=sst3"], "unknown 'sst3'"),
     ],
@@ -213,6 +216,30 @@ def test_a_checkpoint_of_another_model_is_refused(encoder, task, tmp_path):
     other = write_encoder(tmp_path / "other", num_hidden_layers=1)
     with pytest.raises(ValueError, match="holds a run with another config .*model.name"):
         run_training(config_for(other, task, out, "train.epochs=0.5"), quiet=True)
+
+
+def test_a_run_whose_starting_weights_changed_is_not_resumed(encoder, task, tmp_path):
+    import shutil
+
+    folder, out = shutil.copytree(encoder, tmp_path / "encoder"), tmp_path / "run"
+    config = config_for(folder, task, out, "system.checkpoint_every=5")
+    run_training(config.model_copy(update={"train": config.train.model_copy(update={"max_time": 1e-6})}), quiet=True)
+    record = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**record, "status": "stopped", "science": config.science()}))
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(
+        text.replace('"good"', '"swap"').replace('"bad"', '"good"').replace('"swap"', '"bad"')
+    )
+    with pytest.raises(ValueError, match="model_sha256 has changed since this run began"):
+        run_training(config, quiet=True)
+
+
+def test_max_tokens_counts_the_batches_as_they_are(encoder, task, tmp_path):
+    config = config_for(encoder, task, tmp_path / "run", "train.max_tokens=1000", "train.warmup_steps=0")
+    record = run_training(config, quiet=True)
+    assert record["totals"]["tokens"] <= 1000
+    _, found, _ = job_of(config).build()
+    assert record["totals"]["tokens"] + found.tokens(record["totals"]["steps"]) > 1000
 
 
 def test_scores_by_hand():

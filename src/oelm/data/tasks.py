@@ -75,7 +75,7 @@ TASKS: dict[str, Known] = {
                   8_551, config="cola", metric="matthews", header=("source", "label", "mark", "sentence")),
     "mrpc": Known("do two sentences say the same?", ("not_equivalent", "equivalent"),
                   (_GLUE_PAIR, Layout(("#1 String", "#2 String"), "Quality")), 3_668, config="mrpc", metric="f1"),
-    "agnews": Known("topic of a news item (its test set serves as validation: it has no other)", ("World", "Sports", "Business", "Sci/Tech"),
+    "agnews": Known("topic of a news item; its test set is the validation", ("World", "Sports", "Business", "Sci/Tech"),
                     (Layout(("text",), "label"),
                      Layout(("Title", "Description"), "Class Index",
                             {"1": "World", "2": "Sports", "3": "Business", "4": "Sci/Tech"})),

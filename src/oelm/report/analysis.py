@@ -34,7 +34,7 @@ class Comparison:
 
     @property
     def provisional(self) -> bool:
-        """A verdict that rests on normality alone: with so few pairs the sign-flip test cannot confirm it."""
+        """A verdict of fewer than six pairs, or of too few for a sign-flip test at the study's level, uncorrected."""
         return self.paired.n > 1 and (self.paired.n < ENOUGH or not self.verdict.sign_flip_attainable)
 
 

@@ -49,7 +49,10 @@ def _published(analysis: Analysis, setting: Setting, arm: str) -> Published | No
     name = analysis.study.published_id(arm, setting.corpus)
     if name and name not in PUBLISHED:
         raise ValueError(f"published.{arm}: no published row {name!r}; there are {', '.join(PUBLISHED)}")
-    return PUBLISHED[name] if name else None
+    row = PUBLISHED[name] if name else None
+    if row and (row.metric == "ppl") != (analysis.study.decide.metric == "loss"):
+        raise ValueError(f"published.{arm}: {row.id} is measured in {row.metric}, which this study does not decide on")
+    return row
 
 
 def _published_row(

@@ -33,7 +33,7 @@ class Measured:
     seed: int
     lr: float
     steps: int
-    step_seconds: float | None  # median without warm-up
+    step_seconds: float | None  # median without warm-up; None where a schedule made steps of several kinds
     peak_memory: int  # bytes
     trainable: int
     frozen: int
@@ -128,7 +128,7 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
         raise ValueError(f"run.json has best loss {best['loss']}, the evaluations in metrics.jsonl {lowest}")
     if len(losses) != totals["steps"]:
         raise ValueError(f"run.json counts {totals['steps']} steps, metrics.jsonl {len(losses)}")
-    frozen = record.mean_frozen(facts, metrics)
+    frozen, scheduled = record.mean_frozen(facts, metrics), any(line["kind"] == "freeze" for line in metrics)
     stride = -(-(config.train.max_steps or totals["steps"]) // BINS)
     value, labels, answers = best["loss"], "", dict[str, NDArray[np.bool_]]()
     if decide.metric == "accuracy":
@@ -141,7 +141,8 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
         id=facts["id"], folder=path.name, cell=config.id,
         value=value, best=best, answers=answers,
         seed=config.data_seed, lr=config.train.lr, steps=totals["steps"],
-        step_seconds=record.timing_stats(metrics).get("median_step"), peak_memory=totals["peak_memory"],
+        step_seconds=None if scheduled else record.timing_stats(metrics).get("median_step"),
+        peak_memory=totals["peak_memory"],
         trainable=facts["surgery"]["total"] - frozen, frozen=frozen,
         ceiling=facts["flops_per_token"]["ceiling"], curve=_thinned(losses, stride), stride=stride,
         evals=_evaluated(metrics),

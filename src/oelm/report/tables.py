@@ -31,7 +31,7 @@ def _arm_table(analysis: Analysis, setting: Setting) -> Table:
         ("Loss", f"mean over seeds of the lowest validation loss, in nats, with its {percent} t interval")
         if loss else ("Accuracy", f"mean over seeds; its {percent} Wilson interval is the examples' sampling error"),
         ("PPL", "exp of the mean loss; bits per byte of text below") if loss else ("Loss", "mean validation loss"),
-        ("Trained", "parameters that take a gradient"),
+        ("Trained", "parameters that take a gradient; mean over the steps where a schedule changes them"),
         ("Frozen", "parameters that take none; their share below"),
         ("Step", "median time of a training step, of separate processes"),
         ("Memory", "median peak memory of the process or device"),

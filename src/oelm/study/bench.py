@@ -20,7 +20,7 @@ from ..runtime import environment, measure_peak, peak_memory
 from ..training.clock import Clock
 from ..training.loop import train_step
 from ..training.optim import make_optimizers
-from ..training.rehearsal import RandomTokens, random_model, start_accelerator
+from ..training.rehearsal import random_model, random_tokens, start_accelerator
 from .stats import ratio_of_medians
 
 WARMUP = 3
@@ -35,7 +35,7 @@ class Contender:
         model, context, classes = random_model(config, vocab_size)
         self.report = apply_oelm(model, method.oelm(config.init_seed))
         self.flops = count_flops(model, context)
-        self.task = RandomTokens(model.config.vocab_size, config.train.batch_size, context, classes)
+        self.task = random_tokens(model, config.train.batch_size, context, classes)
         model.to(accelerator.device)
         optimizers = make_optimizers(model, config.train)
         if config.system.compile:
@@ -64,6 +64,9 @@ def bench_step(
     """Step times of the arms, each as a ratio to the first, with an interval, its FLOP ceiling beside it."""
     if len(arms) < 2 or len(set(arms)) < len(arms):
         raise ValueError(f"--arms: give two or more different arms, the reference first; got {', '.join(arms)}")
+    for arm in arms:
+        if config.method.model_copy(update={"arm": arm}).oelm(0).schedule:
+            raise ValueError(f"--arms: {arm} changes what is frozen while it trains, so no one step time is its own")
     accelerator = start_accelerator(config)
     contenders = [Contender(config, arm, vocab_size, accelerator) for arm in arms]
     for contender in contenders:
@@ -96,7 +99,7 @@ def bench_step(
             "frozen": contender.report.frozen,
             "peak_memory": _memory_alone(config, contender.arm, vocab_size) if memory else None,
         }
-    shape = {"model": config.model.model_dump(exclude_none=True), "vocab_size": vocab_size,
+    shape = {"model": config.model.model_dump(exclude_none=True), "vocab_size": first.task.vocab_size,
              "batch_size": config.train.batch_size, "context": first.task.context}  # fmt: skip
     return {
         "shape": shape, "blocks": blocks, "steps_per_block": steps, "reference": arms[0], "matmul_peak_flops": peak,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rich.table import Table
 from ..config import RunConfig, TaskConfig
 from ..data.tasks import describe as published_task
 from ..data.tasks import load_task
-from ..flops import count_flops
+from ..flops import run_flops
 from ..method.surgery import dry_oelm
 from ..record import read_metrics, timing_stats
 from ..runtime import choose_precision, measure_peak
@@ -82,11 +83,11 @@ def describe(study: StudyConfig, sd: float = 0.01) -> Design:
         detectable = minimum_detectable(n, sd, confidence=study.decide.confidence)
     return Design(
         study.name, study.question, costs, slots, seconds, left, basis, n, smallest_p(n), detectable,
-        _notes(study, sd, detectable),
+        _notes(study, sd, detectable, some.task is not None),
     )  # fmt: skip
 
 
-def _notes(study: StudyConfig, sd: float, detectable: float | None) -> list[str]:
+def _notes(study: StudyConfig, sd: float, detectable: float | None, some_task: bool) -> list[str]:
     n, rule = len(study.seeds), study.decide
     p, level = smallest_p(n), 1 - rule.confidence
     rivals = sum(group.arm != rule.baseline for group in groups(study))
@@ -104,6 +105,11 @@ def _notes(study: StudyConfig, sd: float, detectable: float | None) -> list[str]
         )
     if 1 < n < enough:
         notes.append("a verdict of so few seeds will be marked provisional")
+    if some_task:
+        notes.append(
+            "a task's texts count as task.max_length tokens and its evaluations as nothing: tokens, FLOPs and times "
+            "estimated from them are upper bounds for training"
+        )
     if detectable is None:
         notes.append("one seed has no interval: no verdict is attainable")
     elif rule.metric == "loss":
@@ -122,12 +128,16 @@ def _seeds_for(level: float) -> int:
 def _examples(task: TaskConfig | None) -> int:
     """How many a task trains on: as asked for, else as its files have, else (or while they are away) as published."""
     assert task is not None  # a language model has max_steps
-    if task.train_examples:
-        return task.train_examples
+    return task.train_examples or _rows_of(task.model_dump_json())
+
+
+@cache
+def _rows_of(task: str) -> int:
+    config = TaskConfig.model_validate_json(task)
     with suppress(FileNotFoundError):
-        if task.path or task.train:
-            return len(load_task(task).splits["train"])
-    return published_task(task).train_rows
+        if config.path or config.train:
+            return len(load_task(config).splits["train"])
+    return published_task(config).train_rows
 
 
 def _cost(cells: list[Cell]) -> Cost:
@@ -137,14 +147,16 @@ def _cost(cells: list[Cell]) -> Cost:
     shape: Any = model.config
     report, train = dry_oelm(model, config.method.oelm(0)), config.train
     step = train.batch_size * context
-    steps = train.max_steps or math.ceil((train.epochs or 1) * _examples(config.task) / train.batch_size)
+    steps = train.max_steps or max(1, math.ceil((train.epochs or 1) * (_examples(config.task) // train.batch_size)))
     if train.max_tokens:
         steps = min(steps, max(1, train.max_tokens // step))
     tokens = steps * step * len(cells)
-    width, inner = shape.hidden_size, shape.intermediate_size
+    width = shape.hidden_size
+    inner = getattr(shape, "intermediate_size", 4 * width)
     kept = (8 * width + 2 * inner) * shape.num_hidden_layers * step // train.accumulate  # for the backward pass
     memory = 4 * (report.total + 3 * report.trainable + kept)  # fp32; frozen weights have no gradient, no moments
-    flops = count_flops(model, context)
+    model.oelm_report = report
+    flops = run_flops(model, steps, context)
     per_evaluation = 0 if config.task else train.eval_tokens or 0
     evaluated = -(-steps // train.eval_every) * per_evaluation * len(cells)
     return Cost(

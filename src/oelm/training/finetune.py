@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +20,7 @@ from torch.nn import functional as F
 from ..config import RunConfig
 from ..data.examples import Encoded, Epochs, encode, in_order
 from ..data.tasks import TaskData, describe, load_task
-from ..models.classifiers import build_classifier, check_fit, load_tokenizer
-
-IGNORE = -100
+from ..models.classifiers import HEAD, build_classifier, check_fit, load_tokenizer
 
 
 @dataclass
@@ -94,10 +94,8 @@ class Classification:
         return batch | {"labels": self._targets(batch["labels"])}
 
     def _targets(self, classes: Tensor) -> Tensor:
-        """The label's tokens for each example, (B, L), padded with what the loss leaves out."""
-        longest = max(map(len, self.spelt))
-        table = torch.tensor([ids + [IGNORE] * (longest - len(ids)) for ids in self.spelt])
-        return table.to(classes.device)[classes]
+        """The label's tokens for each example, (B, L)."""
+        return torch.tensor(self.spelt, device=classes.device)[classes]
 
     def _scores(self, model: nn.Module, arguments: dict[str, Tensor]) -> Tensor:
         """(B, classes): the logits, or the log-likelihood of each label's name."""
@@ -108,7 +106,7 @@ class Classification:
             classes = torch.full((len(arguments["input_ids"]),), number, device=arguments["input_ids"].device)
             targets = self._targets(classes)
             logits = model(**arguments, labels=targets).logits.float()  # (B, L, V)
-            losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")
+            losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
             scores.append(-losses.sum(-1))
         return torch.stack(scores, -1)
 
@@ -136,6 +134,7 @@ class FineTuning:
         data, splits = self._data
         facts = {
             "data_sha256": {name: split.sha256 for name, split in data.splits.items()},
+            "model_sha256": self._start_sha256(),
             "task": {
                 "labels": list(data.labels), "unlabelled": data.unlabelled,
                 "splits": {name: {"examples": len(e), "truncated": e.truncated} for name, e in splits.items()},
@@ -146,18 +145,25 @@ class FineTuning:
         more = f"; {cut:,} texts cut to {longest} tokens" if cut else ""
         return facts, "examples: " + ", ".join(f"{len(e):,} {name}" for name, e in splits.items()) + more
 
-    def build(self) -> tuple[nn.Module, Classification, int]:
-        """The model before surgery, the loop's task, and the tokens per sequence for counting arithmetic."""
+    def build(self) -> tuple[nn.Module, Classification, tuple[int, int | None]]:
+        """The model before surgery, the loop's task, and for counting arithmetic the tokens read and written."""
         config, task = self.config, self._task()
         data, splits = self._data
-        model = build_classifier(config.model, data.labels, config.init_seed, task.style)
+        model = self._model
         epochs = Epochs(splits["train"].lengths, config.train.batch_size, config.data_seed)
         spelt = [self._tokenizer(name)["input_ids"] for name in data.labels] if task.style == "text" else []
+        longest_name = max(map(len, spelt), default=0)
+        # All of one length, the last token repeated: a mean over tokens is then the mean over examples, in any parts.
+        spelt = [ids + ids[-1:] * (longest_name - len(ids)) for ids in spelt]
         if len({tuple(ids) for ids in spelt}) < len(spelt):
             raise ValueError(f"task.labels: the tokenizer of {config.model.name} writes two of them alike")
         longest = [epochs.longest(step) for step in range(epochs.per_epoch)]
         mean = round(sum(longest) / len(longest))
-        return model, Classification(config, splits, self._tokenizer, epochs, data.metric, spelt), mean
+        return (
+            model,
+            Classification(config, splits, self._tokenizer, epochs, data.metric, spelt),
+            (mean, longest_name or None),
+        )
 
     def finish(self, model: nn.Module, task: Classification, accelerator: Accelerator) -> dict[str, Any]:
         """Measures the best model on every split but the training one."""
@@ -170,6 +176,21 @@ class FineTuning:
                     labels = task.splits[name].labels.tolist()
                     found[name] = {"metrics": metrics, "labels": labels, "predicted": predicted.tolist()}
         return found
+
+    def _start_sha256(self) -> str:
+        """Of what the run starts from and no config names: token ids, and the weights that are not drawn by a seed."""
+        digest = hashlib.sha256()
+        for split in self._data[1].values():
+            digest.update(json.dumps(split.columns["input_ids"]).encode())
+        for name, tensor in sorted(self._model.state_dict().items()):
+            if not HEAD.search(name):
+                digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    @cached_property
+    def _model(self) -> Any:
+        task = self._task()
+        return build_classifier(self.config.model, self._data[0].labels, self.config.init_seed, task.style)
 
     def _task(self) -> Any:
         assert self.config.task is not None

@@ -24,7 +24,7 @@ class Freezer:
         total: int,
     ) -> None:  # fmt: skip
         self.run, self.model, self.optimizers, self.config = run, model, optimizers, config
-        self.scaler = accelerator.scaler
+        self.scaler, self.total = accelerator.scaler, total
         report: Any = model.oelm_report
         self.steps = change_steps(report, total)
         self.rows = {row.projection.key: row.projection for row in report.projections}
@@ -40,7 +40,7 @@ class Freezer:
         done = {key for key, at in self.steps.items() if at < meta["step"]}  # the last step taken is meta["step"] - 1
         if done:
             change_state(self.model, done, known=meta["frozen"])
-            regroup(self.optimizers, self.model, self.config.train, self._since(meta["step"] - 1))
+            regroup(self.optimizers, self.model, self.config.train, self._since(meta["step"] - 1), self.total)
             self.wrapper_is_old = True
 
     def before_step(self, model: nn.Module, step: int) -> nn.Module:
@@ -66,7 +66,7 @@ class Freezer:
     def _change(self, keys: list[str], step: int) -> None:
         report = change_state(self.model, keys)
         since = self._since(step)
-        regroup(self.optimizers, self.model, self.config.train, since)
+        regroup(self.optimizers, self.model, self.config.train, since, self.total)
         frozen = {row.projection.key for row in report.projections if row.frozen}
         froze, freed = [k for k in keys if k in frozen], [k for k in keys if k not in frozen]
         self.freed = {name: p for key in freed for name, p in self.rows[key].parameters(self.model)}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,10 +174,18 @@ def total_steps(config: RunConfig, task: Task) -> int:
         assert task.steps_per_epoch is not None  # RunConfig gives epochs to tasks only
         total = max(1, math.ceil(settings.epochs * task.steps_per_epoch))
     if settings.max_tokens is not None:
-        total = min(total, max(1, settings.max_tokens // task.tokens(0)))
+        total = min(total, max(1, _steps_of(settings.max_tokens, task, total)))
     if total <= settings.warmup(total):
         raise ValueError(f"train.warmup_steps: {settings.warmup(total)}, but the run ends at step {total}")
     return total
+
+
+def _steps_of(tokens: int, task: Task, most: int) -> int:
+    """How many steps hold at most so many tokens."""
+    if task.steps_per_epoch is None:  # all of one size
+        return tokens // task.tokens(0)
+    summed = accumulate(task.tokens(step) for step in range(most))
+    return sum(1 for _ in takewhile(lambda held: held <= tokens, summed))
 
 
 def _take_up(

@@ -38,13 +38,13 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float, step: 
 
 
 def make_optimizers(
-    model: nn.Module, config: TrainConfig, since: Mapping[str, int] | None = None
+    model: nn.Module, config: TrainConfig, since: Mapping[str, int] | None = None, total: int = 0
 ) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon for the matrices inside the layers with AdamW for the rest. Frozen weights are in neither.
 
     Weight decay is on matrices only. `layer_lr_decay` scales each layer by its distance from the top, `vo_lr_scale` the
     value and output projections besides. `since` names the parameters that are trained only from a later step on; they
-    get a warm-up of their own.
+    get a warm-up of their own, as long as that of a run of `total` steps.
     """
     since = since or {}
     depths = {name: _depth(name) for name, _ in model.named_parameters()}
@@ -66,7 +66,7 @@ def make_optimizers(
     def of(kind: str) -> list[dict]:
         return [
             {"params": parameters, "weight_decay": decay, "lr_scale": scale}
-            | ({"since": joined, "warmup": config.warmup_steps} if joined else {})
+            | ({"since": joined, "warmup": config.warmup(total)} if joined else {})
             for (k, decay, scale, joined), parameters in groups.items()
             if k == kind
         ]
@@ -80,11 +80,9 @@ def make_optimizers(
     return optimizers
 
 
-def regroup(
-    optimizers: list[Any], model: nn.Module, config: TrainConfig, since: Mapping[str, int] | None = None
-) -> None:
+def regroup(optimizers: list[Any], model: nn.Module, config: TrainConfig, since: Mapping[str, int], total: int) -> None:
     """Gives the optimizers the groups of the model as it is trained now; what stays keeps its moments."""
-    for wrapped, fresh in zip(optimizers, make_optimizers(model, config, since), strict=True):
+    for wrapped, fresh in zip(optimizers, make_optimizers(model, config, since, total), strict=True):
         optimizer = getattr(wrapped, "optimizer", wrapped)  # Accelerate's wrapper, which the caller goes on using
         optimizer.param_groups[:] = fresh.param_groups
         trained = {p for group in fresh.param_groups for p in group["params"]}

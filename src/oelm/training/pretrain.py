@@ -119,14 +119,14 @@ class Pretraining:
         }  # fmt: skip
         return facts, "tokens: " + ", ".join(f"{split.tokens:,} {name}" for name, split in manifest.splits.items())
 
-    def build(self) -> tuple[nn.Module, LanguageModelling, int]:
+    def build(self) -> tuple[nn.Module, LanguageModelling, tuple[int, None]]:
         config, folder = self.config, data_folder(self.config.data, self.config.system)
         model = build_gpt(config.model, Manifest.load(folder).vocab_size, config.init_seed)
         context, vocab_size = model.config.context, model.config.vocab_size
         training, validation = (Tokens.open(folder, split, vocab_size=vocab_size) for split in ("train", "val"))
         for tokens in (training, validation):
             tokens.windows(context)  # raises when a split is shorter than one context
-        return model, LanguageModelling(config, training, validation, context), context
+        return model, LanguageModelling(config, training, validation, context), (context, None)
 
     def finish(self, model: nn.Module, task: LanguageModelling, accelerator: Accelerator) -> dict[str, Any]:
         return {}  # the validation split is all there is

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..config import RunConfig
 from ..data.tasks import describe
-from ..flops import count_flops
+from ..flops import run_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import verify
 from ..models.build import build_gpt
@@ -32,6 +32,7 @@ class RandomTokens:
     batch_size: int
     context: int
     classes: int | None = None  # of a classifier; None for a language model
+    end: int | None = None  # token that ends a text, where the model has one
 
     steps_per_epoch = None
 
@@ -45,7 +46,9 @@ class RandomTokens:
         x = ids[:, :-1].contiguous()
         if self.classes is None:
             return {"input_ids": x, "shift_labels": ids[:, 1:].contiguous()}
-        x[:, -1] = self.vocab_size - 1  # some models want one token that ends the text, at the same place in all
+        if self.end is not None:  # some models want one token that ends the text, at the same place in all
+            x[x == self.end] = (self.end + 1) % self.vocab_size
+            x[:, -1] = self.end
         return {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": ids[:, -1] % self.classes}
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
@@ -73,8 +76,17 @@ def random_model(config: RunConfig, vocab_size: int | None = None) -> tuple[Any,
         model = build_gpt(config.model, vocab_size or vocabulary(config.data.tokenizer), config.init_seed)
         return model, model.config.context, None
     labels = describe(config.task).labels
+    if config.task.style == "text":
+        raise ValueError(
+            "task.style: a dry run or a timing of a model that writes its labels is not there; use classify"
+        )
     model = build_classifier(config.model, labels, config.init_seed, pretrained=False)
     return model, config.task.max_length, len(labels)
+
+
+def random_tokens(model: Any, batch_size: int, context: int, classes: int | None) -> RandomTokens:
+    end = getattr(model.config, "eos_token_id", None)
+    return RandomTokens(model.config.vocab_size, batch_size, context, classes, end if isinstance(end, int) else None)
 
 
 def start_accelerator(config: RunConfig) -> Accelerator:
@@ -90,8 +102,8 @@ def rehearse(config: RunConfig) -> str:
     accelerator = start_accelerator(config)
     model, context, classes = random_model(config)
     report = apply_oelm(model, config.method.oelm(config.init_seed))
-    flops = count_flops(model, context)
-    task = RandomTokens(model.config.vocab_size, config.train.batch_size, context, classes)
+    flops = run_flops(model, config.train.max_steps or 1000, context)  # a schedule's shares are the same for any length
+    task = random_tokens(model, config.train.batch_size, context, classes)
     model.to(accelerator.device)
     prepared, *optimizers = accelerator.prepare(model, *make_optimizers(model, config.train))
     start = time.perf_counter()

@@ -32,8 +32,8 @@ class Job(Protocol):
     def prepare(self, progress: bool) -> tuple[dict[str, Any], str]:
         """Makes the data ready, in the first process only. Facts for the record, and a sentence for the user."""
 
-    def build(self) -> tuple[nn.Module, Any, int]:
-        """The model before surgery, the loop's Task, and the tokens per sequence for counting arithmetic."""
+    def build(self) -> tuple[nn.Module, Any, tuple[int, int | None]]:
+        """The model before surgery, the loop's Task, and for counting arithmetic the tokens read and written."""
 
     def finish(self, model: nn.Module, task: Any, accelerator: Accelerator) -> dict[str, Any]:
         """What the best model does on splits that training did not look at: name -> metrics, labels, predicted."""
@@ -115,9 +115,9 @@ def _operate(
     config: RunConfig, job: Job, accelerator: Accelerator, run: Run | None, stopper: Stopper, quiet: bool,
     peak: float | None,
 ) -> dict[str, Any]:  # fmt: skip
-    model, task, context = job.build()
+    model, task, lengths = job.build()
     report = apply_oelm(model, config.method.oelm(config.init_seed))
-    flops = run_flops(model, context, total_steps(config, task))
+    flops = run_flops(model, total_steps(config, task), *lengths)
     if run:
         run.update(surgery=report.to_dict(), flops_per_token={**asdict(flops), "ceiling": flops.ceiling})
         run.log(f"surgery\n{report}")
