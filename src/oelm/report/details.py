@@ -88,7 +88,7 @@ def _published_row(
 
 def difference_table(analysis: Analysis) -> Table | None:
     loss = analysis.study.decide.metric == "loss"
-    scale, form = (1.0, "+.4f") if loss else (100.0, "+.2f")
+    scale, form = (1.0, "+.4f") if loss else (-100.0, "+.2f")  # accuracy, as everywhere on the page, not its error
     rows = []
     for setting, arm, c in analysis.comparisons():
         key, p = f"{number_key(setting, arm)}.paired", c.paired
@@ -96,7 +96,8 @@ def difference_table(analysis: Analysis) -> Table | None:
         def bounds(name: str, ends: tuple[float, float] | None, key: str = key, runs: tuple[str, ...] = c.runs) -> Cell:
             if ends is None:
                 return EMPTY
-            return Cell(interval(f"{key}.{name}", (scale * ends[0], scale * ends[1]), form, runs))
+            low, high = sorted((scale * ends[0], scale * ends[1]))
+            return Cell(interval(f"{key}.{name}", (low, high), form, runs))
 
         rows.append((
             Cell((arm.name,), (setting.title,) if setting.title else (), "arm", arm_index(analysis, arm.name)),
@@ -112,17 +113,17 @@ def difference_table(analysis: Analysis) -> Table | None:
         ))  # fmt: skip
     if not rows:
         return None
-    unit = "nats of validation loss" if loss else "points of error rate"
+    unit = "nats of validation loss; positive is worse" if loss else "points of accuracy; negative is worse"
     percent = f"{analysis.study.decide.confidence:.0%}"
     columns = (
-        ("Arm", ""), ("Pairs", "seeds finished in both arms"), ("Mean", f"arm − baseline, {unit}; positive is worse"),
+        ("Arm", ""), ("Pairs", "seeds finished in both arms"), ("Mean", f"arm − baseline, {unit}"),
         (f"t, {percent}", "decides"), (f"BCa, {percent}", "bootstrap; too narrow below ~20 pairs"),
         ("p(no difference)", "exact sign-flip test, two-sided, uncorrected: is there any difference? decides nothing"),
         ("p(margin)", "t test, two-sided, corrected: is the cost the margin itself? the verdict's own p; below, "
          "one-sided and uncorrected, of “worse by the margin or more”"),
         ("Level", "confidence of the interval held against the margin, after the correction; below, against zero"),
     )  # fmt: skip
-    return Table("paired", "Paired differences", columns, tuple(rows), f"In {unit}; positive means worse.")
+    return Table("paired", "Paired differences", columns, tuple(rows), f"Arm − baseline, in {unit}.")
 
 
 def _margin_p(key: str, c: Comparison) -> Cell:
