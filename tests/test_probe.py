@@ -76,15 +76,15 @@ def test_an_induction_head_finds_and_answers_every_repetition():
 def test_the_same_head_solves_the_corpus_and_one_that_ignores_order_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "DOCUMENTS", 50)
     prepare("recall", "bytes", tmp_path, workers=1)
-    puzzles = corpus_puzzles(Tokens.open(tmp_path, "val"), context=64)
+    puzzles = corpus_puzzles(Tokens.open(tmp_path, "val"), context=32)
     assert list(puzzles) == ["induction", "recall"]
     for puzzle in puzzles.values():
         assert puzzle.asked.numel() >= 2000
         weights, accuracy = puzzle_scores(ByHand(257, shift=1), puzzle)
         assert (weights[0][0], accuracy) == (pytest.approx(1.0, abs=1e-6), 1.0)
         assert puzzle_scores(ByHand(257, shift=0), puzzle)[1] == 0.0
-    with pytest.raises(ValueError, match="model.context: 32 tokens .*; 33 would"):
-        corpus_puzzles(Tokens.open(tmp_path, "val"), context=32)
+    with pytest.raises(ValueError, match="model.context: 18 tokens .*; 19 would"):
+        corpus_puzzles(Tokens.open(tmp_path, "val"), context=18)
 
 
 @pytest.mark.parametrize("shape", [{}, {"positions": "relative"}, {"positions": "rotary", "qk_norm": True}], ids=str)
@@ -134,7 +134,7 @@ def test_probing_runs_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "DOCUMENTS", 300)
     out = {seed: tmp_path / f"s{seed}" for seed in (0, 1)}
     for seed, folder in out.items():
-        words = words_for(tmp_path / "none", folder, "data=recall", "data.tokenizer=bytes", "model.context=48")
+        words = words_for(tmp_path / "none", folder, "data=recall", "data.tokenizer=bytes")
         oelm("train", *words, f"init_seed={seed}", f"data_seed={seed}", f"name=oelm-lr0.001-s{seed}")
     text = oelm("probe", str(out[0]), "--sequences", "4")
     assert text.splitlines()[0].split() == ["layer", "head", "entropy", "previous", "induction", "recall"]

@@ -10,11 +10,11 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-KEYS, VALUES = string.ascii_lowercase[:16], string.ascii_uppercase[:16]  # induction takes symbols of both
-PAIRS, RUNS, RUN = 8, 4, 4  # the most pairs, runs, and symbols a run of the corpus; the fewest are two
-LENGTH = 48  # symbols of a document, at most: it repeats its segments as often as that allows
+KEYS, VALUES = string.ascii_lowercase[:8], string.ascii_uppercase[:8]  # induction takes symbols of both
+PAIRS, RUNS, RUN = 4, 3, 3  # the most pairs, runs, and symbols a run of the corpus; the fewest are two
+LENGTH = 24  # symbols of a document, at most: it repeats its segments as often as that allows
 DOCUMENTS = 100_000  # of the corpus, both splits together
-Symbol = TypeVar("Symbol", str, int)
+Symbol = TypeVar("Symbol")
 
 
 class Puzzle(NamedTuple, Generic[Symbol]):
@@ -34,8 +34,8 @@ def puzzle(rng: random.Random, segments: Sequence[Sequence[Symbol]], rounds: int
     Which segment comes next cannot be known, so nothing is asked at the last symbol of one.
     """
     length, count = len(segments[0]), len(segments)
-    orders: list[list[int]] = [rng.sample(range(count), count) for _ in range(rounds)]
-    symbols = [symbol for order in [[*range(count)], *orders] for i in order for symbol in segments[i]]
+    orders = [rng.sample(range(count), count) for _ in range(rounds)]
+    symbols = [symbol for order in [range(count), *orders] for i in order for symbol in segments[i]]
     places = [(place, i, step) for place, i in enumerate(orders[0]) for step in range(length - 1)]
     asked = [(count + place) * length + step for place, _, step in places]
     return Puzzle(symbols, asked, [i * length + step + 1 for _, i, step in places])
