@@ -55,7 +55,7 @@ def _markdown_table(table: Table) -> list[str]:
 def latex(content: Content) -> str:
     """Tables for \\input into a paper; they need the booktabs package."""
     parts = [f"% {content.name}: {' '.join(sentence(content.headline).split())}\n% needs \\usepackage{{booktabs}}"]
-    for table in _tables(content):
+    for table in (table for table in _tables(content) if table.key != "claims"):  # sentences, not a table for a paper
         columns = "".join("r" if _is_number(table, i) else "l" for i in range(len(table.columns)))
         body = [" & ".join(_escaped(title) for title, _ in table.columns) + r" \\", r"\midrule"]
         body += [" & ".join(_escaped(_joined(cell)) for cell in cells) + r" \\" for cells in table.rows]

@@ -62,7 +62,7 @@ PUBLISHED: dict[str, Published] = {row.id: row for row in _ROWS}
 DOUBTS: tuple[tuple[str, str], ...] = (
     (
         'GPT has "~82M parameters", of which OELM freezes "12.9 %"',
-        "6 layers x 12 d^2 + (50257 + 512) x 512 = 44.9M with a tied head, as the checkpoint sizes agree; "
+        "6 layers x 12 d² + (50257 + 512) x 512 = 44.9M with a tied head, as the checkpoint sizes agree; "
         "the frozen share is 7.0 %",
     ),
     (
