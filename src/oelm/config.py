@@ -85,7 +85,7 @@ class ModelConfig(Section):
 class MethodConfig(Section):
     """Which arm, and single fields of OelmConfig replaced (see oelm.method.arms for their meaning)."""
 
-    arm: Annotated[str, AfterValidator(lambda name: ALIASES.get(name, name))] = "oelm"  # the study's spelling too
+    arm: Annotated[str, AfterValidator(lambda name: ALIASES.get(name, name))] = "oelm"  # the published spelling too
     init: str | dict[str, str] | None = None
     gain: float | dict[str, float] | None = None
     offset: float | dict[str, float] | None = None
@@ -226,6 +226,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
+        if self.task is not None and self.data != DataConfig():
+            raise ValueError("data: a run with a task takes its texts from there; leave the data section out")
         if self.task is None and self.train.epochs is not None:
             raise ValueError("train.epochs: a language model draws its texts at random; give train.max_steps")
         return self

@@ -97,7 +97,7 @@ def test_own_files_map_their_label_names_in_the_given_order(tmp_path):
     write(tmp_path / "train.csv", "title,stars\nnice,1\n")  # a number is no name: which class would it be?
     with pytest.raises(ValueError, match="train.csv: line 2: label '1' is not one of few, many"):
         load_task(TaskConfig(**files, **own))
-    with pytest.raises(ValueError, match="own files need train, validation, text"):
+    with pytest.raises(ValueError, match="own files need task.validation, task.text, task.label, task.labels too"):
         load_task(TaskConfig(name="own", train=files["train"]))
 
 

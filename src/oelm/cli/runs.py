@@ -38,9 +38,9 @@ def prepare(words: FileAndWords = None) -> None:
 )
 def train(
     words: FileAndWords = None,
-    model_type: Annotated[str | None, typer.Option("--model_type", help="the study's spelling of method=")] = None,
-    dataset: Annotated[str | None, typer.Option("--dataset", help="the study's spelling of data=")] = None,
-    max_lr: Annotated[float | None, typer.Option("--max_lr", help="the study's spelling of train.lr=")] = None,
+    model_type: Annotated[str | None, typer.Option("--model_type", help="the published spelling of method=")] = None,
+    dataset: Annotated[str | None, typer.Option("--dataset", help="the published spelling of data=")] = None,
+    max_lr: Annotated[float | None, typer.Option("--max_lr", help="the published spelling of train.lr=")] = None,
     max_steps: Annotated[int | None, typer.Option("--max_steps", help="... of train.max_steps=")] = None,
     out_dir: Annotated[str | None, typer.Option("--out_dir", help="... of out=")] = None,
     dry_run: Annotated[
@@ -51,7 +51,7 @@ def train(
 
     A language model's texts are data=..., a classifier's are task=... (see oelm ls).
 
-    With one of the study's options and no file, the study's model and data are the defaults (Medium-512, GPT-2
+    With one of the published study's options and no file, its model and data are the defaults (Medium-512, GPT-2
     tokens, batch 8). Several processes: accelerate launch -m oelm.cli train ...
     """
     from ..config import load_config

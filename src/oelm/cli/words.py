@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 Format = Annotated[str, typer.Option("-f", "--format", help="text or json", metavar="FORMAT")]
-Words = Annotated[list[str] | None, typer.Argument(help="settings, see oelm ls settings", metavar="[KEY=VALUE]...")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(help="settings, see oelm ls settings (of a study: oelm ls study)", metavar="[KEY=VALUE]..."),
+]
 FileAndWords = Annotated[
     list[str] | None,
     typer.Argument(help="a YAML file, if any, then settings (see oelm ls settings)", metavar="[FILE] [KEY=VALUE]..."),

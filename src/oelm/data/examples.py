@@ -77,7 +77,10 @@ class Epochs:
 
     def __init__(self, lengths: NDArray[np.int64], batch_size: int, seed: int) -> None:
         if len(lengths) < batch_size:
-            raise ValueError(f"train.batch_size: {batch_size}, but the training split has only {len(lengths)} examples")
+            raise ValueError(
+                f"train.batch_size: {batch_size}, but the training split has only {len(lengths)} examples; "
+                "give it that many or less"
+            )
         self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
         self.per_epoch = len(lengths) // batch_size
         self._epoch, self._plan = -1, np.empty((0, 0), dtype=np.int64)

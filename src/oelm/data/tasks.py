@@ -148,8 +148,9 @@ def describe(config: TaskConfig) -> Known:
     """The task's table entry; for a user's own files, one made of the config."""
     own = (config.text, config.label, config.labels)
     if config.name == OWN:
-        if not all(own) or not (config.train and config.validation):
-            raise ValueError("task: own files need train, validation, text (columns), label (column) and labels")
+        needed = ("train", "validation", "text", "label", "labels")
+        if missing := [f"task.{key}" for key in needed if not getattr(config, key)]:
+            raise ValueError(f"task: own files need {', '.join(missing)} too (text and label name columns)")
         layout = Layout(tuple(config.text or ()), config.label or "")
         return Known("", tuple(config.labels or ()), (layout,), 0, hub="", unlabelled=())
     if any(own):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,12 +124,12 @@ def _edges(analysis: Analysis) -> list[str]:
 
 
 def _machines(analysis: Analysis) -> list[str]:
-    count = Counter(run.environment for run in analysis.runs())
-    return (
-        [f"The runs come from {len(count)} different environments; the page lists them under “Where it ran”."]
-        if len(count) > 1
-        else []
-    )
+    found = [json.loads(text) for text in {run.environment for run in analysis.runs()}]
+    if len(found) < 2:
+        return []
+    differing = sorted(key for key in found[0] if len({json.dumps(e.get(key)) for e in found}) > 1)
+    what = "version of the source" if differing == ["git"] else ", ".join(differing)
+    return [f"The runs come from {len(found)} environments, which differ in: {what}; see “Where it ran”."]
 
 
 def _at(arm: str, title: str) -> str:

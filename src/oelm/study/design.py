@@ -117,6 +117,9 @@ def _notes(study: StudyConfig, sd: float, detectable: float | None, some_task: b
         found = f"found with power 80 %: {detectable:.4f} nats away from 0 or from {margin}"
         alone = ", before Holm" if times > 1 else ""
         notes.append(f"{found}, assuming that paired differences have sd {sd:g} nats{alone}")
+    else:
+        found = f"found with power 80 %: {100 * detectable:.2f} points of accuracy away from 0 or from the margin"
+        notes.append(f"{found} ({rule.margin_points:g} points), assuming that paired differences have sd {100 * sd:g}")
     return notes
 
 
@@ -219,7 +222,8 @@ def design_table(design: Design) -> Table:
     together = duration_text(sum(design.seconds.values()))
     left = f"; {duration_text(design.left)} left" if design.left < sum(design.seconds.values()) else ""
     lines = [
-        f"{runs} runs, {total:.3g} FLOPs in all; memory: weights, gradients, two moments, roughly activations",
+        f"{runs} runs, {total:.3g} FLOPs in all; memory: of one run, its weights, gradients, two moments and roughly "
+        "the activations; Python and torch come on top",
         f"time on this machine, {design.slots} run{'s' * (design.slots != 1)} at once: about {together} ({stages})"
         f"{left}",
         f"  from {design.basis}",

@@ -76,7 +76,7 @@ class Freezer:
                 fingerprints=report.fingerprints,
             )  # fmt: skip
             what = f"froze {len(froze)} projections" if froze else f"freed {len(freed)} projections"
-            self.run.log(f"step {step}: {what}; {report.trainable:,} weights trained, {report.frozen:,} frozen")
+            self.run.say(f"step {step}: {what}; {report.trainable:,} weights trained, {report.frozen:,} frozen")
 
     def _since(self, step: int) -> dict[str, int]:
         """The parameters that were freed up to this step, and when."""

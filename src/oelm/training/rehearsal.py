@@ -113,10 +113,11 @@ def rehearse(config: RunConfig) -> str:
         raise ValueError(f"the loss of the first step is not finite ({loss.item()})")
     verify(model, report, optimizer=optimizers)
     shape = f"{config.train.batch_size} x {context} random tokens"
+    frozen = "; frozen bytes unchanged" if report.frozen else ""
     return "\n".join(
         [
             str(report),
-            f"one step on {shape}: loss {loss.item():.4f}, {seconds:.1f} s; frozen bytes unchanged",
+            f"one step on {shape}: loss {loss.item():.4f}, {seconds:.1f} s{frozen}",
             f"FLOP ceiling: freezing saves at most {flops.ceiling:.1%} of a step",
             "dry run: random weights, no data read, nothing written",
         ]
