@@ -221,6 +221,8 @@ def launch(tmp_path):
     def start(path, *words):
         command = [sys.executable, str(script), str(path), *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        # A test run started in the background inherits that Ctrl-C is ignored; a terminal's launcher does not.
+        pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         started.append(subprocess.Popen(command, start_new_session=True, **pipes))
         return started[-1]
 

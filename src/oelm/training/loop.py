@@ -134,7 +134,9 @@ def train(
     try:
         last_saved = time.monotonic()
         model.train()
-        while progress.step < total and not (progress.best and out_of_time()):
+        # Asked once, of what the checkpoint says: later each process has its own clock, and they must agree.
+        over_already = bool(progress.best) and out_of_time()
+        while progress.step < total and not over_already:
             if freezer.is_due(progress.step):
                 book.flush(progress)  # the ledger's line comes after the steps before it
                 if system.compile:
