@@ -267,3 +267,14 @@ BATTERY: dict[str, Architecture] = {
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     return BATTERY[name].build().train()
+
+
+def train_some(name, model, steps):
+    """A few AdamW steps on the battery's loss; the optimizer, with its gradients cleared."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        BATTERY[name].loss(model).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return optimizer

@@ -106,6 +106,8 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 def probe_run(folder: Path, sequences: int) -> Probed:
     """Scores of the run's best model, on `sequences` windows of its own validation tokens and on puzzles."""
     facts = read_run(folder)
+    if facts["science"].get("task"):
+        raise ValueError(f"{folder}: is a classifier's run; probe looks at the heads of language models")
     model, tokens = load_causal(folder / "best").float(), _validation(facts, folder)
     context, eot = model.config.max_position_embeddings, tokens.manifest.eot
     windows = val_batches(tokens, batch_size=1, context=context, limit_tokens=sequences * context)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from architectures import BATTERY, build
+from architectures import BATTERY, build, train_some
 from peft import LoraConfig, OFTConfig, inject_adapter_in_model
 from torch import nn
 
@@ -24,16 +24,6 @@ def recovered(model):
     return [m for m in model.modules() if isinstance(m, Recovered)]
 
 
-def train(model, name, steps=4):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        BATTERY[name].loss(model).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arm", ARMS)
 def test_it_starts_as_the_plain_arm_and_every_part_learns(name, arm):
@@ -42,7 +32,7 @@ def test_it_starts_as_the_plain_arm_and_every_part_learns(name, arm):
     apply_oelm(plain, "oelm-slices" if arm == "oelm-slices-gains" else "oelm")
     torch.testing.assert_close(BATTERY[name].outputs(model), BATTERY[name].outputs(plain), atol=1e-5, rtol=1e-5)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    verify(model, optimizer=train(model, name))  # the frozen weights' own bytes have not moved
+    verify(model, optimizer=train_some(name, model, 4))  # the frozen weights' own bytes have not moved
     assert report.frozen == sum(p.numel() for p in model.parameters() if not p.requires_grad)
     for n, p in model.named_parameters():
         assert torch.equal(p, before[n]) != p.requires_grad, n
@@ -54,7 +44,7 @@ def test_the_state_dict_is_that_of_a_plain_model_that_does_the_same(name, config
     model, plain = build(name), build(name)
     keys = list(plain.state_dict())
     apply_oelm(model, config)
-    train(model, name)
+    train_some(name, model, 4)
     state = model.state_dict()
     assert list(state) == keys
     plain.load_state_dict(state)
@@ -158,7 +148,7 @@ def test_under_bf16_autocast():
 def test_a_copy_is_the_same(copied):
     model = build("oelm-gpt")
     apply_oelm(model, "oelm-slices-gains")
-    train(model, "oelm-gpt")
+    train_some("oelm-gpt", model, 4)
     other = copied(model)
     assert torch.equal(BATTERY["oelm-gpt"].outputs(other), BATTERY["oelm-gpt"].outputs(model))
     verify(other)

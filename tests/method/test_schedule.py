@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from architectures import BATTERY, build
+from architectures import BATTERY, build, train_some
 
 from oelm import OelmConfig, apply_oelm, verify
 from oelm.method.frames import orthogonality_error, project
@@ -33,16 +33,6 @@ def test_layers_change_one_after_another_from_the_named_end():
     assert steps_by_layer(kind="unfreeze", start=0.5, end=1, n_layer=1) == [50]
 
 
-def train(model, name, steps=3):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        BATTERY[name].loss(model).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
 def weights(model, report):
     return {row.projection.key: row.projection.weight(model).clone() for row in report.projections}
 
@@ -54,7 +44,7 @@ def test_trained_then_frozen(name, how):
     report = apply_oelm(model, scheduled(kind="freeze", start=0.5, project=how))
     assert report.frozen == 0
     at_first = weights(model, report)
-    train(model, name)
+    train_some(name, model, 3)
     trained = weights(model, report)
     assert all(not torch.equal(at_first[key], trained[key]) for key in trained)
 
@@ -67,7 +57,7 @@ def test_trained_then_frozen(name, how):
         torch.testing.assert_close(old.flatten(1).norm(dim=1), new.flatten(1).norm(dim=1))  # the scale is kept
         assert torch.equal(old, new) == (how is None)
         assert (orthogonality_error(at_freeze[p.key], p.heads, None) < 1e-6) == (how is not None)
-    optimizer = train(model, name)
+    optimizer = train_some(name, model, 3)
     verify(model, optimizer=optimizer)
     assert all(torch.equal(w, at_freeze[key]) for key, w in weights(model, report).items())
     with torch.no_grad():
@@ -88,7 +78,7 @@ def test_frozen_then_freed(name, arm):
     after = change_state(model, freed)
     torch.testing.assert_close(BATTERY[name].outputs(model), outputs, atol=1e-5, rtol=1e-5)  # freeing moves nothing
     assert after.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > report.trainable
-    verify(model, optimizer=train(model, name))
+    verify(model, optimizer=train_some(name, model, 3))
     for key, weight in weights(model, report).items():
         assert torch.equal(weight, before[key]) == (key not in freed), key
 

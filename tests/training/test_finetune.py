@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from tiny import task_words, write_encoder, write_task
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BartConfig, BartModel, T5Config, T5Model
 
 from oelm.config import load_config
+from oelm.probe import probe_run
 from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run
 from oelm.training.audit import audit
 from oelm.training.finetune import f1, matthews
@@ -219,8 +221,6 @@ def test_a_checkpoint_of_another_model_is_refused(encoder, task, tmp_path):
 
 
 def test_a_run_whose_starting_weights_changed_is_not_resumed(encoder, task, tmp_path):
-    import shutil
-
     folder, out = shutil.copytree(encoder, tmp_path / "encoder"), tmp_path / "run"
     config = config_for(folder, task, out, "system.checkpoint_every=5")
     run_training(config.model_copy(update={"train": config.train.model_copy(update={"max_time": 1e-6})}), quiet=True)
@@ -240,6 +240,11 @@ def test_max_tokens_counts_the_batches_as_they_are(encoder, task, tmp_path):
     assert record["totals"]["tokens"] <= 1000
     _, found, _ = job_of(config).build()
     assert record["totals"]["tokens"] + found.tokens(record["totals"]["steps"]) > 1000
+
+
+def test_probe_says_that_it_is_for_language_models(finished):
+    with pytest.raises(ValueError, match="is a classifier's run; probe looks at the heads of language models"):
+        probe_run(finished, 1)
 
 
 def test_scores_by_hand():

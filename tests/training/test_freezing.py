@@ -32,6 +32,22 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+def run_with_a_kill(config, step, monkeypatch):
+    """Breaks the run before that step, then goes on with it."""
+    original = loop.train_step
+
+    def killed(*arguments):
+        if arguments[6] == step:
+            raise Killed
+        return original(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", killed)
+    with pytest.raises(Killed):
+        run_training(config, quiet=True)
+    monkeypatch.undo()
+    run_training(config, quiet=True)
+
+
 def ledger(folder):
     return [line for line in read_metrics(folder) if line["kind"] == "freeze"]
 
@@ -111,18 +127,7 @@ class Killed(BaseException):
 def test_killed_around_a_change_it_ends_bit_identical(corpus, whole, tmp_path, monkeypatch, kind, step, every):
     words = {"unfreeze": UNFREEZE, "freeze": FREEZE}[kind]
     config = tiny_config(corpus, tmp_path / "run", *words, f"system.checkpoint_every={every}")
-    original = loop.train_step
-
-    def killed(*arguments):
-        if arguments[6] == step:
-            raise Killed
-        return original(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", killed)
-    with pytest.raises(Killed):
-        run_training(config, quiet=True)
-    monkeypatch.undo()
-    run_training(config, quiet=True)
+    run_with_a_kill(config, step, monkeypatch)
     for name in ("last/weights.safetensors", "best/model.safetensors"):
         left, right = load_file(config.folder / name), load_file(whole[kind] / name)
         assert left.keys() == right.keys()
@@ -170,18 +175,7 @@ def test_a_corrected_run_resumes_exactly_and_its_best_loads_plainly(corpus, tmp_
     more = [f"method={arm}", "method.temperature=true", "train.max_steps=10", "train.eval_every=5"]
     whole, cut = (tiny_config(corpus, tmp_path / name, *more) for name in ("whole", "cut"))
     run_training(whole, quiet=True)
-    original = loop.train_step
-
-    def killed(*arguments):
-        if arguments[6] == 7:
-            raise Killed
-        return original(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", killed)
-    with pytest.raises(Killed):
-        run_training(cut, quiet=True)
-    monkeypatch.undo()
-    run_training(cut, quiet=True)
+    run_with_a_kill(cut, 7, monkeypatch)
     assert losses(read_metrics(cut.folder)) == losses(read_metrics(whole.folder))
     states = [load_file(config.folder / "last" / "weights.safetensors") for config in (whole, cut)]
     assert any("temperature" in name for name in states[0])

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..config import RunConfig
 from ..data.examples import Encoded, Epochs, encode, in_order
 from ..data.tasks import TaskData, describe, load_task
+from ..method.surgery import dry_oelm
 from ..models.classifiers import HEAD, build_classifier, check_fit, load_tokenizer
 
 
@@ -125,8 +126,6 @@ class FineTuning:
                 self.config.model, describe(task).labels, seed=0, style=task.style, pretrained=False
             )
         check_fit(model, self._tokenizer, task.max_length, self.config.model.name)
-        from ..method.surgery import dry_oelm
-
         dry_oelm(model, self.config.method.oelm(self.config.init_seed))
 
     def prepare(self, progress: bool) -> tuple[dict[str, Any], str]:
@@ -166,7 +165,7 @@ class FineTuning:
         )
 
     def finish(self, model: nn.Module, task: Classification, accelerator: Accelerator) -> dict[str, Any]:
-        """Measures the best model on every split but the training one."""
+        """What the best model does on every split but the training one: name -> metrics, labels, predicted."""
         model.eval()
         found = {}
         with torch.no_grad(), accelerator.autocast():

@@ -127,6 +127,3 @@ class Pretraining:
         for tokens in (training, validation):
             tokens.windows(context)  # raises when a split is shorter than one context
         return model, LanguageModelling(config, training, validation, context), (context, None)
-
-    def finish(self, model: nn.Module, task: LanguageModelling, accelerator: Accelerator) -> dict[str, Any]:
-        return {}  # the validation split is all there is

@@ -18,7 +18,7 @@ from ..method.verify import unwrap, verify
 from ..record import Run, claimed, read_run, write_predictions
 from ..runtime import choose_precision, environment, measure_peak, peak_memory
 from .finetune import Classification, FineTuning
-from .loop import Stopper, Task, TrainingFailed, total_steps, train
+from .loop import Stopper, TrainingFailed, total_steps, train
 from .optim import make_optimizers
 from .pretrain import LanguageModelling, Pretraining
 
@@ -34,9 +34,6 @@ class Job(Protocol):
 
     def build(self) -> tuple[nn.Module, Any, tuple[int, int | None]]:
         """The model before surgery, the loop's Task, and for counting arithmetic the tokens read and written."""
-
-    def finish(self, model: nn.Module, task: Any, accelerator: Accelerator) -> dict[str, Any]:
-        """What the best model does on splits that training did not look at: name -> metrics, labels, predicted."""
 
 
 def job_of(config: RunConfig) -> Job:
@@ -138,7 +135,7 @@ def _operate(
         "steps": progress.step, "tokens": progress.tokens, "best": progress.best,
         "train_seconds": progress.train_seconds, "peak_memory": peak_memory(accelerator.device),
     }  # fmt: skip
-    if not stopped_by:
+    if not stopped_by and isinstance(job, FineTuning):
         totals |= _last_words(config, job, prepared, task, accelerator, run, progress.best)
     if run is None:
         return {}
@@ -152,12 +149,10 @@ def _operate(
 
 
 def _last_words(
-    config: RunConfig, job: Job, model: nn.Module, task: Task, accelerator: Accelerator, run: Run | None,
-    best: dict[str, float],
+    config: RunConfig, job: FineTuning, model: nn.Module, task: Classification, accelerator: Accelerator,
+    run: Run | None, best: dict[str, float],
 ) -> dict[str, Any]:  # fmt: skip
-    """Measures the best model on the remaining splits; its predictions go to the run folder."""
-    if not config.task:
-        return {}
+    """Measures the best model on every split but the training one; its predictions go to the run folder."""
     accelerator.wait_for_everyone()
     # best/ as anybody would load it, so that the answers are those of the model that is kept
     saved = type(unwrap(accelerator.unwrap_model(model))).from_pretrained(config.folder / "best")  # type: ignore[attr-defined]
