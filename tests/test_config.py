@@ -1,6 +1,7 @@
 import pytest
 
-from oelm.config import RunConfig, load_config
+from oelm.config import RunConfig, load_config, settings
+from oelm.study.plan import StudyConfig
 
 
 def write(tmp_path, text):
@@ -96,3 +97,8 @@ def test_a_null_in_place_of_a_default_is_part_of_the_id():
     assert cleared.id != default.id
     assert RunConfig.model_validate(cleared.science()).id == cleared.id
     assert "schedule" not in default.science()["method"]
+
+
+def test_every_setting_is_explained():
+    for root in (RunConfig, StudyConfig):
+        assert not [entry["key"] for entry in settings(root) if not entry["meaning"]]

@@ -71,21 +71,21 @@ class ModelConfig(Section):
     """Which model. Shape fields left out come from the preset; they apply to our GPT only."""
 
     name: str = "small"  # a preset of ours, a Hugging Face name, or a folder with config.json
-    n_layer: int | None = Field(None, gt=0)
-    n_head: int | None = Field(None, gt=0)
-    d_model: int | None = Field(None, gt=0)
-    d_ff: int | None = Field(None, gt=0)
-    context: int | None = Field(None, gt=0)
+    n_layer: int | None = Field(None, gt=0)  # layers
+    n_head: int | None = Field(None, gt=0)  # heads of a layer
+    d_model: int | None = Field(None, gt=0)  # width of the residual stream
+    d_ff: int | None = Field(None, gt=0)  # width inside the feed-forward part; default: 4 x d_model
+    context: int | None = Field(None, gt=0)  # tokens that a training sequence has and the model can see
     vocab_size: int | None = Field(None, gt=0)  # default: the tokenizer's
-    positions: Literal["learned", "rotary", "relative"] | None = None
-    qk_norm: bool | None = None
-    bias: bool | None = None
+    positions: Literal["learned", "rotary", "relative"] | None = None  # relative: learned, and a bias by distance
+    qk_norm: bool | None = None  # RMS-normalise queries and keys
+    bias: bool | None = None  # of the linear layers and of the layer norms
 
 
 class MethodConfig(Section):
     """Which arm, and single fields of OelmConfig replaced (see oelm.method.arms for their meaning)."""
 
-    arm: Annotated[str, AfterValidator(lambda name: ALIASES.get(name, name))] = "oelm"  # the published spelling too
+    arm: Annotated[str, AfterValidator(lambda name: ALIASES.get(name, name))] = "oelm"  # a name, see `oelm ls`
     init: str | dict[str, str] | None = None
     gain: float | dict[str, float] | None = None
     offset: float | dict[str, float] | None = None
@@ -130,8 +130,8 @@ class TaskConfig(Section):
     revision: str | None = None  # on the hub; default: the pinned one
     language: str | None = None  # of xnli; default: en
     train: str | list[str] | None = None  # files, instead of those found in `path`: .tsv .csv .jsonl .parquet [.xz .gz]
-    validation: str | list[str] | None = None
-    test: str | list[str] | None = None
+    validation: str | list[str] | None = None  # likewise: chooses the best model
+    test: str | list[str] | None = None  # likewise: measured once, at the end
     text: list[str] | None = Field(None, min_length=1, max_length=2)  # columns of the text, or of the pair
     label: str | None = None  # column of the label
     labels: list[str] | None = Field(None, min_length=2)  # its values, in the order of the class numbers
@@ -150,18 +150,18 @@ class TrainConfig(Section):
     batch_size: int = Field(16, ge=1)  # sequences per step, over all processes together
     accumulate: int = Field(1, ge=1)  # cut the batch into this many micro-batches
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the layers, AdamW for the rest
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0)  # the peak, reached after the warm-up
     decay: Literal["cosine", "linear"] | None = None  # after the warm-up; left out: cosine
     min_lr_ratio: float = Field(0.1, ge=0, le=1)  # the decay's floor, as a share of lr
     warmup_steps: int | None = Field(None, ge=0)  # left out: 100, or a tenth of a shorter run
     weight_decay: float = Field(0.1, ge=0)  # on matrices only
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float | None = Field(1.0, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    clip: float | None = Field(1.0, gt=0)  # the gradient's norm; null: do not
     layer_lr_decay: float = Field(1.0, gt=0, le=1)  # each layer below the top learns at this share of the one above
     vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple
-    eval_every: int = Field(200, ge=1)
+    eval_every: int = Field(200, ge=1)  # steps; also at the end
     eval_tokens: int | None = Field(100_000, ge=1)  # of the validation split; null: all of it
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 where a GPU has it, else fp32
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -188,10 +188,10 @@ class SystemConfig(Section):
     runs_dir: str = "runs"  # run folders live below it, unless `out` names one
     threads: int | None = Field(None, ge=1)  # CPU threads; default: all cores
     workers: int | None = Field(None, ge=1)  # processes that tokenise; default: all cores
-    compile: bool = False
+    compile: bool = False  # the model, by torch.compile
     checkpoint_every: int | None = Field(None, ge=1)  # steps; default: at every evaluation
-    checkpoint_seconds: float | None = Field(None, gt=0)
-    log_every: int = Field(10, ge=1)
+    checkpoint_seconds: float | None = Field(None, gt=0)  # also whenever so much time has passed
+    log_every: int = Field(10, ge=1)  # steps
     trackers: list[str] = []  # tensorboard, wandb, mlflow, ...: any of Accelerate's
 
 
@@ -205,14 +205,14 @@ FINE_TUNING: dict[str, dict[str, Any]] = {
 class RunConfig(Section):
     """One run."""
 
-    name: str = "run"
+    name: str = "run"  # of the run folder, before its id
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     data: DataConfig = DataConfig()  # of a language model
     task: TaskConfig | None = None  # of a classifier
     train: TrainConfig = TrainConfig()
-    init_seed: int = Field(0, ge=0, lt=2**31)
-    data_seed: int = Field(0, ge=0, lt=2**31)
+    init_seed: int = Field(0, ge=0, lt=2**31)  # of weights and frames
+    data_seed: int = Field(0, ge=0, lt=2**31)  # of the order of the batches
     out: str | None = None  # the run folder; default: runs_dir/<name>-<id>
     system: SystemConfig = SystemConfig()
 
@@ -383,10 +383,20 @@ def settings(root: type[BaseModel] = RunConfig) -> list[dict[str, str]]:
     for name in root.model_fields:
         inner = _section(root, name) or root
         prefix = f"{name}." if inner is not root else ""
-        notes = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(inner), re.MULTILINE))
+        notes = _notes(inner)
         for key in inner.model_fields if prefix else [name]:
             listed.append({"key": f"{prefix}{key}", "default": _default(inner, key), "meaning": notes.get(key, "")})
     return listed
+
+
+def _notes(section: type) -> dict[str, str]:
+    """Field -> the comment behind it. The method's fields are explained where they are at home."""
+    found = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(section), re.MULTILINE))
+    if section is MethodConfig:
+        from .method.arms import OelmConfig
+
+        return _notes(OelmConfig) | found
+    return found
 
 
 def _default(section: type[BaseModel], key: str) -> str:

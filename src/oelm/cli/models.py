@@ -95,7 +95,7 @@ def _describe_arm(arm: OelmConfig) -> str:
     kinds = "q {q}, k {k}".format(**arm.init) if isinstance(arm.init, dict) else str(arm.init)
     text = f"{kinds}; {' and '.join(arm.freeze) or 'nothing'} frozen"
     if arm.layers_to_transform is not None:
-        text += f" in {arm.layers_to_transform} layers"
+        text += f" in {arm.layers_to_transform} layers".replace("last 1 layers", "last layer")
     if arm.schedule:
         schedule: Any = arm.schedule
         moments = " to ".join(f"{at:.0%}" for at in (schedule.start, schedule.end) if at is not None)

@@ -41,16 +41,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class OelmConfig:
-    """What to do to the query and key projections. A field marked * takes one value, or {"q": ..., "k": ...}."""
+    """What to do to the query and key projections."""
 
-    init: str | Mapping[str, str] = "headwise"  # * frame kind, see frames.KINDS
-    gain: float | Mapping[str, float] = 1.0  # * singular value of every head's frame
-    offset: float | Mapping[str, float] = 0.0  # * identity frames: shift by this fraction of the width
+    init: str | Mapping[str, str] = "headwise"  # frame kind, see `oelm ls`; or {q: kind, k: kind}
+    gain: float | Mapping[str, float] = 1.0  # singular value of every head's frame; or {q: ..., k: ...}
+    offset: float | Mapping[str, float] = 0.0  # identity frames: shift by this share of the width; or {q: ..., k: ...}
     freeze: str | Sequence[str] = ("q", "k")  # roles that take no gradient; () trains both
     bias: str = "zero"  # biases of replaced projections: "zero" or "keep"; frozen with their weight either way
-    layers_to_transform: int | Sequence[int] | str | None = None  # also "all but the last 2", "every 2nd"
+    layers_to_transform: int | Sequence[int] | str | None = None  # numbers, "all but the last 2" or "every 2nd"
     target_modules: Targets | None = None  # as in PEFT; a mapping names unknown modules (see projections.py)
-    exclude_modules: str | Sequence[str] | None = None
+    exclude_modules: str | Sequence[str] | None = None  # names or a pattern, as in PEFT
     temperature: bool = False  # a trained factor per head on the attention logits
     input_gains: bool = False  # a trained factor per channel on the input of q, and another on that of k
     correction: str | None = None  # of the frozen weights: "lora" adds a low-rank part, "oft" rotates the input
