@@ -232,13 +232,17 @@ class RunConfig(Section):
             raise ValueError("train.epochs: a language model draws its texts at random; give train.max_steps")
         return self
 
+    def to_record(self) -> dict[str, Any]:
+        """All of it that a run of its kind reads."""
+        return self.model_dump(mode="json", exclude={"data"} if self.task else None)
+
     def science(self) -> dict[str, Any]:
         """What decides the numbers: all but the name, the folder and the system section.
 
         Without what is not set, so that a field added later, left at None, changes no id of a run already made.
         """
-        unused = {"data"} if self.task else set()
-        return _what_is_set(self, self.model_dump(mode="json", exclude={"name", "out", "system"} | unused))
+        place = ("name", "out", "system")
+        return _what_is_set(self, {key: value for key, value in self.to_record().items() if key not in place})
 
     @property
     def source(self) -> str:
@@ -340,7 +344,7 @@ def validation_line(error: ValidationError, root: type[BaseModel], source: str =
         message = f"{where}: unknown key; {hint}"
     else:
         given = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
-        text = first["msg"].removeprefix("Value error, ")
+        text = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
         names_field = re.match(r"[a-z_.]+: ", text)  # our own validators do
         where = f"{where}." if where and names_field else f"{where}: " if where else ""
         message = f"{where}{text if names_field else text[0].lower() + text[1:]}{given}"
@@ -385,7 +389,10 @@ def settings(root: type[BaseModel] = RunConfig) -> list[dict[str, str]]:
         prefix = f"{name}." if inner is not root else ""
         notes = _notes(inner)
         for key in inner.model_fields if prefix else [name]:
-            listed.append({"key": f"{prefix}{key}", "default": _default(inner, key), "meaning": notes.get(key, "")})
+            meaning = notes.get(key, "")
+            if root is RunConfig and key in FINE_TUNING.get(name, {}):
+                meaning += f"; with a task: {FINE_TUNING[name][key]}"
+            listed.append({"key": f"{prefix}{key}", "default": _default(inner, key), "meaning": meaning})
     return listed
 
 

@@ -143,7 +143,7 @@ def claimed(folder: Path) -> Iterator[None]:
     """Holds the run folder for this process; the claim ends with the process, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".claim")
+        lock = FileLock(claim := folder / ".claim")
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(f"{folder}: another process is working on this run; wait for it or stop it") from None
@@ -154,6 +154,9 @@ def claimed(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        if list(folder.iterdir()) == [claim]:  # it never began: leave nothing behind
+            claim.unlink()
+            folder.rmdir()
         lock.release()
 
 

@@ -117,7 +117,7 @@ def test_the_subset_is_the_same_whatever_asks_for_it(tmp_path):
         ("sentence\tlabel\nfine\tgood\n", r"train.tsv: line 2: label 'good' is not one of negative, positive, 0, 1"),
         ("sentence\tlabel\nfine\t1\npoor\t2\n", r"train.tsv: line 3: label '2' is not one of"),
         ("text\tlabel\nfine\t1\n", r"train.tsv: needs the columns sentence, label; has text, label"),
-        ("sentence\tlabel\n", r"task.train: no labelled row in it"),
+        ("sentence\tlabel\n", r"task.train: no labelled row in .*train.tsv"),
         ("sentence\tlabel\nfine\n", r"train.tsv: line 2: 1 columns, where there should be 2"),
     ],
 )  # fmt: skip
@@ -135,11 +135,13 @@ def test_a_wrong_file_is_named_with_its_row(tmp_path, train, message):
         ({"name": "rte", "language": "fr"}, ValueError, "only xnli has languages"),
         ({"name": "xnli", "language": "xx"}, ValueError, "task.language: unknown 'xx'"),
         ({"name": "sst2", "text": ["a"]}, ValueError, "are for task.name=own"),
+        ({"name": "own", "train": "a", "validation": "b", "text": ["t"], "label": "l", "labels": ["x", "y", "x"]},
+         ValueError, "task.labels: x is named twice"),
         ({"name": "sst2", "path": "nowhere"}, FileNotFoundError, "task.path=nowhere: no such folder"),
         ({"name": "sst2", "train": "no.tsv"}, ValueError, "task.validation: no file for it"),
         ({"name": "sst2", "train": "no.tsv", "validation": "no.tsv"}, FileNotFoundError, "no.tsv: no such file"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_config_is_one_clear_line(fields, error, message):
     with pytest.raises(error, match=message):
         load_task(TaskConfig(**fields))
@@ -176,6 +178,14 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path):
     (tmp_path / "dev.tsv").rename(tmp_path / "dev.parquet")
     with pytest.raises(ValueError, match="dev.parquet: damaged, or not a .parquet file"):
         load_task(TaskConfig(name="sst2", path=str(tmp_path)))
+
+
+def test_a_broken_line_of_json_is_named_by_its_number(tmp_path):
+    folder = write_task(tmp_path)
+    (folder / "train.tsv").unlink()
+    (folder / "train.jsonl").write_text('{"sentence": "fine", "label": 1}\n\n{"sentence": "poor"\n')
+    with pytest.raises(ValueError, match="train.jsonl: line 3: not JSON"):
+        load_task(TaskConfig(name="sst2", path=str(folder)))
 
 
 def test_a_damaged_archive_is_named(tmp_path):

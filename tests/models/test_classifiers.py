@@ -82,8 +82,11 @@ def test_what_cannot_classify_or_has_no_tokenizer_says_so(encoder, tmp_path):
     with pytest.raises(ValueError, match="model.d_model: the shape of .* is fixed"):
         build_classifier(ModelConfig(name=str(encoder), d_model=8), LABELS, 0)
     GPT2Config(n_layer=1).save_pretrained(tmp_path / "bare")
-    with pytest.raises(ValueError, match="no tokenizer for|has no padding token"):
+    with pytest.raises(ValueError, match="no tokenizer for|has no tokenizer files|has no padding token"):
         load_tokenizer(str(tmp_path / "bare"))
+    bare = shutil.copytree(encoder, tmp_path / "encoder", ignore=shutil.ignore_patterns("tokenizer*", "vocab*"))
+    with pytest.raises(ValueError, match="has no tokenizer files"):  # not a model trained on unknown words
+        load_tokenizer(str(bare))
     AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="the weights of .*bare cannot be loaded"):
         build(tmp_path / "bare")

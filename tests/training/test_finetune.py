@@ -13,7 +13,16 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from tiny import task_words, write_encoder, write_task
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BartConfig, BartModel, T5Config, T5Model
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BartConfig,
+    BartModel,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    T5Config,
+    T5Model,
+)  # fmt: skip
 
 from oelm.config import load_config
 from oelm.probe import probe_run
@@ -210,6 +219,39 @@ def test_bad_settings_are_one_line_before_anything_is_trained(encoder, task, tmp
     with pytest.raises(ValueError, match=message):
         run_training(config_for(encoder, task, tmp_path / "run", *words), quiet=True)
     assert not (tmp_path / "run" / "last").exists()
+
+
+def test_bad_data_leaves_no_folder_behind(encoder, task, tmp_path):
+    config = config_for(encoder, task, tmp_path / "run", "task.train_examples=999")
+    with pytest.raises(ValueError, match="999 wanted"):
+        run_training(config, quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_saved_is_anybodys_to_use(finished):
+    mode = finished.stat().st_mode & 0o666
+    assert {path.stat().st_mode & 0o777 for path in [*finished.glob("best/*"), *finished.glob("last/*")]} == {mode}
+    assert json.loads((finished / "best" / "tokenizer.json").read_text())["truncation"] is None
+
+
+def test_a_decoder_finds_the_end_of_a_text_by_the_tokenizers_padding(encoder, task, tmp_path):
+    folder = tmp_path / "gpt2"
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    tokenizer.save_pretrained(folder)
+    shape = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    GPT2ForSequenceClassification(shape).save_pretrained(folder)
+    record = run_training(config_for(folder, task, tmp_path / "run", "train.epochs=0.5"), quiet=True)
+    assert record["status"] == "finished"
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "best")
+    assert saved.config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_a_label_without_examples_is_pointed_out(encoder, task, tmp_path):
+    (tmp_path / "one.tsv").write_text("sentence\tlabel\n" + "good\tgood\n" * 16)
+    words = ["task.name=own", "task.path=null", f"task.train={tmp_path}/one.tsv", f"task.validation={tmp_path}/one.tsv",
+             "task.text=[sentence]", "task.label=label", "task.labels=[bad,good]"]  # fmt: skip
+    _, sentence = job_of(config_for(encoder, task, tmp_path / "run", *words)).prepare(False)
+    assert sentence.endswith("; no training example is bad")
 
 
 def test_a_checkpoint_of_another_model_is_refused(encoder, task, tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from .. import __version__
 from . import models, runs, studies
 
 app = typer.Typer(
@@ -19,6 +21,21 @@ for group in (models.app, runs.app, studies.app):
     app.add_typer(group)
 app.add_typer(studies.study, name="study")
 app.add_typer(studies.bench, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"oelm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what failed is said by us
 
 
 def main() -> NoReturn:

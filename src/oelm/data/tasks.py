@@ -135,7 +135,8 @@ def load_task(config: TaskConfig) -> TaskData:
         if labels:
             found[split] = Examples(tuple(list(column) for column in zip(*texts, strict=True)), labels)
         elif split in ("train", "validation"):
-            raise ValueError(f"task.{split}: no labelled row in it; {_where(config)}")
+            names = ", ".join(source for source, _ in sources)
+            raise ValueError(f"task.{split}: no labelled row in {names}; {_where(config)}")
     if len({len(examples.texts) for examples in found.values()}) > 1:
         raise ValueError(f"task={config.name}: some splits have one text column, others two")
     if config.train_examples:
@@ -151,8 +152,11 @@ def describe(config: TaskConfig) -> Known:
         needed = ("train", "validation", "text", "label", "labels")
         if missing := [f"task.{key}" for key in needed if not getattr(config, key)]:
             raise ValueError(f"task: own files need {', '.join(missing)} too (text and label name columns)")
+        labels = config.labels or []
+        if twice := [name for name in labels if labels.count(name) > 1]:
+            raise ValueError(f"task.labels: {twice[0]} is named twice")
         layout = Layout(tuple(config.text or ()), config.label or "")
-        return Known("", tuple(config.labels or ()), (layout,), 0, hub="", unlabelled=())
+        return Known("", tuple(labels), (layout,), 0, hub="", unlabelled=())
     if any(own):
         raise ValueError("task: text, label and labels are for task.name=own; a known task brings its own")
     if config.name not in TASKS:
@@ -231,7 +235,7 @@ def _rows(path: Path, header: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
             yield from _numbered(_parquet(path))
         else:
             yield from _text_rows(path, kind, header)
-    except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile, csv.Error, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile, csv.Error) as error:
         raise ValueError(f"{path}: damaged, or not a {kind} file ({error})") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
@@ -256,7 +260,10 @@ def _text_rows(path: Path, kind: str, header: tuple[str, ...]) -> Iterator[tuple
     with openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="") as file:
         if kind in (".jsonl", ".ndjson"):
             for number, line in enumerate(file, 1):
-                row = json.loads(line) if line.strip() else None
+                try:
+                    row = json.loads(line) if line.strip() else None
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}: line {number}: not JSON ({error.msg})") from None
                 if row is not None and not isinstance(row, dict):
                     raise ValueError(f"{path}: line {number} holds no object")
                 if row is not None:

@@ -70,7 +70,11 @@ def load_tokenizer(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source_of(name))
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"model.name: no tokenizer for {name} ({reason})") from None
+        hint = f"give a folder that holds the model and its tokenizer, or {', '.join(PACKAGED)}"
+        raise ValueError(f"model.name: no tokenizer for {name} ({reason}); {hint}") from None
+    # Where a folder has none, transformers makes one of special tokens alone, to which all texts are unknown.
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        raise ValueError(f"model.name: {name} has no tokenizer files (tokenizer.json, or the vocabulary); add them")
     if tokenizer.pad_token_id is None:
         raise ValueError(f"model.name: the tokenizer of {name} has no padding token, which batches of texts need")
     return tokenizer

@@ -99,7 +99,7 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
             "trained on other texts than the runs before; give all nodes one "
             "base.system.data_dir, or the same files and versions"
         )
-    record["config"] = cell.config.model_dump(mode="json")  # the node's scratch folder is gone
+    record["config"] = cell.config.to_record()  # the node's scratch folder is gone
     files = files | {"run.json": (json.dumps(record, indent=1) + "\n").encode()}
     arriving = cell.folder / ".arriving"
     for leftover in (".arriving", "last", "previous", "best"):  # of an earlier try that was never finished

@@ -38,6 +38,7 @@ def save_checkpoint(
     try:
         save_file(weights, saving / "weights.safetensors")
         torch.save(states, saving / "optimizer.pt")
+        _readable(saving)
         sums = {path.name: _sync_and_sum(path) for path in sorted(saving.iterdir())}
         (saving / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=1) + "\n")
         _sync_and_sum(saving / "meta.json")
@@ -114,6 +115,7 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
     fresh.mkdir(parents=True)
     try:
         write(fresh)
+        _readable(fresh)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
         raise _cannot_write(target, error) from error
@@ -124,6 +126,12 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
         os.replace(target, old)
     os.replace(fresh, target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _readable(folder: Path) -> None:
+    """Gives the files the folder's own permissions: safetensors writes for the owner alone, whatever the umask."""
+    for path in folder.iterdir():
+        path.chmod(folder.stat().st_mode & 0o666)
 
 
 def _cannot_write(target: Path, error: Exception) -> ValueError:

@@ -87,6 +87,8 @@ class Classification:
 
         logging.disable_progress_bar()  # it would break into ours
         model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+        if self.tokenizer.is_fast:
+            self.tokenizer.backend_tokenizer.no_truncation()  # the run's limit is not the tokenizer's
         self.tokenizer.save_pretrained(folder)
 
     def _arguments(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -142,6 +144,8 @@ class FineTuning:
         cut = sum(e.truncated for e in splits.values())
         longest = self._task().max_length
         more = f"; {cut:,} texts cut to {longest} tokens" if cut else ""
+        if never := [name for i, name in enumerate(data.labels) if i not in data.splits["train"].labels]:
+            more += f"; no training example is {' or '.join(never)}"
         return facts, "examples: " + ", ".join(f"{len(e):,} {name}" for name, e in splits.items()) + more
 
     def build(self) -> tuple[nn.Module, Classification, tuple[int, int | None]]:
@@ -188,8 +192,10 @@ class FineTuning:
 
     @cached_property
     def _model(self) -> Any:
-        task = self._task()
-        return build_classifier(self.config.model, self._data[0].labels, self.config.init_seed, task.style)
+        model = build_classifier(self.config.model, self._data[0].labels, self.config.init_seed, self._task().style)
+        if getattr(model.config, "pad_token_id", None) is None:  # decoders find the last token of a text by it
+            model.config.pad_token_id = self._tokenizer.pad_token_id
+        return model
 
     def _task(self) -> Any:
         assert self.config.task is not None

@@ -78,7 +78,7 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
             return finished
         found, sentence = job.prepare(not quiet)
         facts = {
-            "id": config.id, "name": config.name, "config": config.model_dump(mode="json"), "science": config.science(),
+            "id": config.id, "name": config.name, "config": config.to_record(), "science": config.science(),
             "precision": precision, "precision_reason": reason, "processes": accelerator.num_processes,
             "environment": environment(accelerator.device), **found,
         }  # fmt: skip
