@@ -19,16 +19,13 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from .biased import biased_attention, causal_bias
+from .loss import IGNORE, chunked_loss
 
-IGNORE = -100  # label of a token that does not count, to Hugging Face and to torch's losses alike
 Rotary = tuple[Tensor, Tensor]  # cosine and sine
 POSITIONS = ("learned", "rotary", "relative")
 ROTARY_BASE = 10_000.0
 # T5's choice: one bucket per distance up to 15, then log-spaced up to 128; all beyond shares the last.
 BUCKETS, EXACT_BUCKETS, FARTHEST = 32, 16, 128
-# Tokens per chunk of the loss: 512 x 50257 fp32 logits are 100 MB, and matrix products of this height run at
-# full speed, while torch's own pick (32 rows at that vocabulary) takes nearly twice as long on a CPU.
-LOSS_CHUNK = 512
 # Arguments that callers in transformers pass along and that change nothing here.
 IGNORED = {"cache_position", "return_dict", "num_items_in_batch"}
 
@@ -299,21 +296,6 @@ def _plain_on_cpu(q: Tensor, bias: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return q.device.type == "cpu" and q.dtype == bias.dtype and not torch.is_autocast_enabled("cpu")
-
-
-def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of `x @ weight.T` against `targets`, in autocast's precision, logits never whole."""
-    device = x.device.type  # x (B, T, C), weight (V, C), targets (B, T)
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    x, targets = x.flatten(0, 1).to(dtype), targets.flatten()  # (B*T, C), (B*T)
-    # torch.compile cannot see the gradient buffers being consumed, so they must survive there.
-    compiling = torch.compiler.is_compiling()
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=LOSS_CHUNK, allow_retain_graph=compiling)
-    # A half-precision mean would keep two digits; one loss per token, averaged in fp32, keeps five.
-    reduce = "mean" if dtype in (torch.float32, torch.float64) else "none"
-    with torch.autocast(device, enabled=False):
-        loss = F.linear_cross_entropy(x, weight.to(dtype), targets, reduction=reduce, options=options)
-    return loss if reduce == "mean" else loss.float().sum() / (targets != IGNORE).sum()
 
 
 AutoConfig.register(GPTConfig.model_type, GPTConfig)
