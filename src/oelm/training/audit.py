@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from ..config import parse_config
+from ..method.frames import ORTHONORMAL
 from ..method.recovery import Recovered
 from ..method.schedule import change_state
 from ..method.surgery import apply_oelm
@@ -65,6 +66,8 @@ def audit(folder: Path) -> list[str]:
         except VerifyError as error:
             raise ValueError(f"{folder / name}: {error}") from None
         proven = f"{len(expected)} frozen tensors unchanged since they were frozen, byte for byte"
+        if frames := sum(row.frozen and row.kind in ORTHONORMAL for row in model.oelm_report.projections):
+            proven += f"; {frames} of them are orthonormal frames still"
         done.append(f"{name}: {proven if expected else 'nothing is frozen in it, so there are no bytes to check'}")
 
     totals = record.get("totals", {})
