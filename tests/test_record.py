@@ -6,6 +6,7 @@ from oelm.record import (
     Run,
     claimed,
     differences,
+    is_claimed,
     read_metrics,
     read_predictions,
     read_run,
@@ -90,6 +91,17 @@ def test_a_claim_is_exclusive_and_ends(tmp_path):
         pass
     with claimed(tmp_path / "run"):
         pass
+
+
+def test_a_claim_leaves_nothing_of_its_own_and_all_of_others(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for folder in (tmp_path / "new", tmp_path / "mine", tmp_path / "used"):
+        with claimed(folder):
+            assert is_claimed(folder)
+            if folder.name == "used":
+                (folder / "console.log").touch()
+        assert not is_claimed(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "used"]
 
 
 def test_differences_show_both_values():

@@ -19,13 +19,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
 MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve would be of two things
 STATUSES = ("running", "stopped", "finished", "failed")
@@ -141,9 +142,10 @@ class Run:
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Holds the run folder for this process; the claim ends with the process, however it ends."""
+    ours = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(claim := folder / ".claim")
+        lock = FileLock(claim := folder / CLAIM)
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(f"{folder}: another process is working on this run; wait for it or stop it") from None
@@ -154,10 +156,22 @@ def claimed(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if list(folder.iterdir()) == [claim]:  # it never began: leave nothing behind
-            claim.unlink()
-            folder.rmdir()
+        with suppress(OSError):
+            if ours and list(folder.iterdir()) == [claim]:  # it never began: leave nothing behind
+                claim.unlink()
+                folder.rmdir()
         lock.release()
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process works on this run now; changes nothing."""
+    if not (folder / CLAIM).exists():
+        return False
+    try:
+        with FileLock(folder / CLAIM, timeout=0):
+            return False
+    except (Timeout, OSError):
+        return True
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -34,8 +34,23 @@ def test_it_takes_sequences_and_needs_no_gradient():
     with torch.no_grad():
         found = chunked_loss(x.view(4, 6, WIDTH), weight, targets.view(4, 6))
     torch.testing.assert_close(found, F.cross_entropy(x @ weight.T, targets))
-    assert torch.autograd.grad(chunked_loss(x, weight.detach(), targets), x)[0].any()
-    assert torch.autograd.grad(chunked_loss(x.detach(), weight, targets), weight)[0].any()
+
+
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other():
+    x, weight, targets = parts(24)
+    dx, dweight = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets), (x, weight))
+    torch.testing.assert_close(torch.autograd.grad(chunked_loss(x, weight.detach(), targets), x)[0], dx)
+    torch.testing.assert_close(torch.autograd.grad(chunked_loss(x.detach(), weight, targets), weight)[0], dweight)
+
+
+def test_evaluation_computes_no_gradient(monkeypatch):
+    x, weight, targets = parts(24)
+    monkeypatch.setattr(torch, "zeros_like", None)  # where the head's gradient would be gathered
+    monkeypatch.setattr(torch, "empty_like", None)
+    with torch.no_grad():
+        chunked_loss(x, weight, targets)
+    with pytest.raises(TypeError):
+        chunked_loss(x, weight, targets)
 
 
 def test_a_target_beyond_all_probability_still_has_a_finite_loss():

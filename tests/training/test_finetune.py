@@ -234,11 +234,12 @@ def test_what_is_saved_is_anybodys_to_use(finished):
     assert json.loads((finished / "best" / "tokenizer.json").read_text())["truncation"] is None
 
 
-def test_a_decoder_finds_the_end_of_a_text_by_the_tokenizers_padding(encoder, task, tmp_path):
+@pytest.mark.parametrize("pad", [None, 7])
+def test_a_decoder_finds_the_end_of_a_text_by_the_tokenizers_padding(encoder, task, tmp_path, pad):
     folder = tmp_path / "gpt2"
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     tokenizer.save_pretrained(folder)
-    shape = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    shape = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2, pad_token_id=pad)
     GPT2ForSequenceClassification(shape).save_pretrained(folder)
     record = run_training(config_for(folder, task, tmp_path / "run", "train.epochs=0.5"), quiet=True)
     assert record["status"] == "finished"

@@ -73,7 +73,8 @@ def load_tokenizer(name: str) -> Any:
         hint = f"give a folder that holds the model and its tokenizer, or {', '.join(PACKAGED)}"
         raise ValueError(f"model.name: no tokenizer for {name} ({reason}); {hint}") from None
     # Where a folder has none, transformers makes one of special tokens alone, to which all texts are unknown.
-    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+    words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+    if not any(letter.isalnum() for word in words for letter in word):
         raise ValueError(f"model.name: {name} has no tokenizer files (tokenizer.json, or the vocabulary); add them")
     if tokenizer.pad_token_id is None:
         raise ValueError(f"model.name: the tokenizer of {name} has no padding token, which batches of texts need")

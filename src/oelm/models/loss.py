@@ -21,7 +21,9 @@ RARE = 1e-30  # a probability below this has lost digits, or is 0
 
 def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy of `x @ weight.T` against `targets`, in autocast's precision; gradients come along."""
-    x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N)
+    if not torch.is_grad_enabled():  # a Function is told of leaves that want gradients even then
+        x, weight = x.detach(), weight.detach()
+    x, targets = x.flatten(0, -2), targets.flatten().long()  # (N, C), (N)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     compiling = torch.compiler.is_compiling()
@@ -58,7 +60,7 @@ class _InPlace(torch.autograd.Function):
             torch.softmax(chunk, -1, out=chunk)
             shares = chunk.gather(1, wanted)
             losses = -shares.log()
-            if len(odd := (shares[:, 0] < RARE).nonzero()[:, 0]):
+            if len(odd := (known & (shares[:, 0] < RARE)).nonzero()[:, 0]):
                 losses[odd] = (part[odd] @ weight.T).logsumexp(-1, keepdim=True) - logits[odd]
             total += losses[known].sum(dtype=torch.float64)
             chunk.scatter_(1, wanted, shares - 1).index_fill_(0, (~known).nonzero()[:, 0], 0.0)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
-from ..record import claimed
+from ..record import claimed, is_claimed
 from .plan import Cell, Execution
-from .watch import is_claimed, look, unsettled
+from .watch import look, unsettled
 
 RETRIES = 3  # of a run whose node or worker dies; it starts anew elsewhere
 IN_FLIGHT = 256  # runs handed to Ray at a time: each holds its claim, which is an open file

@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 from filelock import FileLock, Timeout
 
 from ..config import DataConfig, RunConfig, SystemConfig
+from ..record import is_claimed
 from .plan import Cell, Execution, StudyConfig, choose, comparison_runs, groups, search_runs
-from .watch import begin, is_claimed, look, losses, unsettled
+from .watch import begin, look, losses, unsettled
 
 BUSY = 75  # exit code of a child that found its run taken
 ATTEMPTS = 2  # of a run whose process is killed

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ..config import validation_line
-from ..record import claimed, differences, evaluations, read_metrics, read_run, write_atomically
+from ..record import differences, evaluations, is_claimed, read_metrics, read_run, write_atomically
 from .plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
 
 COLUMNS = {
@@ -94,17 +94,6 @@ def look(cell: Cell) -> Seen:
         status = "interrupted"
     last_line = (record["error"] or "").strip().rpartition("\n")[2]
     return Seen(status, record, f"{cell.folder}: {last_line}" if status == "failed" else "")
-
-
-def is_claimed(folder: Path) -> bool:
-    """Whether a process works on this run now."""
-    if not folder.exists():
-        return False
-    try:
-        with claimed(folder):
-            return False
-    except ValueError:
-        return True
 
 
 def diverged(seen: Seen) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,10 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 def _readable(folder: Path) -> None:
     """Gives the files the folder's own permissions: safetensors writes for the owner alone, whatever the umask."""
-    for path in folder.iterdir():
-        path.chmod(folder.stat().st_mode & 0o666)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with suppress(OSError):  # a file system without permissions
+                path.chmod(folder.stat().st_mode & 0o666)
 
 
 def _cannot_write(target: Path, error: Exception) -> ValueError:

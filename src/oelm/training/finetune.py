@@ -193,8 +193,7 @@ class FineTuning:
     @cached_property
     def _model(self) -> Any:
         model = build_classifier(self.config.model, self._data[0].labels, self.config.init_seed, self._task().style)
-        if getattr(model.config, "pad_token_id", None) is None:  # decoders find the last token of a text by it
-            model.config.pad_token_id = self._tokenizer.pad_token_id
+        model.config.pad_token_id = self._tokenizer.pad_token_id  # by it decoders find the last token of a text
         return model
 
     def _task(self) -> Any:
