@@ -96,7 +96,8 @@ def test_published_numbers_stand_beside_the_measured_ones(written):
     assert "0.184 s in two others" in table  # the record contradicts itself
 
 
-def test_an_untouched_page_passes_the_check(written, page):
+def test_an_untouched_page_passes_the_check(written, page, tmp_path):
+    assert check_report(shutil.copytree(written, tmp_path / "another name"), page).differences == []
     checked = check_report(written, page)
     assert checked.differences == []
     assert (checked.numbers > 300, checked.figures) == (True, 5)

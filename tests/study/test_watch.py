@@ -122,13 +122,14 @@ def test_a_study_folder_can_be_moved_and_is_checked(tmp_path):
     begin(study)
     finish(comparison_runs(study, {})[0])
     (tmp_path / "there").mkdir()
-    study.folder.rename(tmp_path / "there" / "s")
-    assert [row["status"] for row in rows(tmp_path / "there" / "s")] == ["finished", "waiting", "waiting", "waiting"]
+    moved = study.folder.rename(tmp_path / "there" / "renamed")
+    assert [row["status"] for row in rows(moved)] == ["finished", "waiting", "waiting", "waiting"]
+    assert read_study(moved).name == "s"
     with pytest.raises(FileNotFoundError, match="no study.json there"):
         read_study(tmp_path / "here")
-    (tmp_path / "there" / "s" / "study.json").write_text('{"name": "s"}')
+    (moved / "study.json").write_text('{"name": "s"}')
     with pytest.raises(ValueError, match="study.json: question: field required"):
-        read_study(tmp_path / "there" / "s")
+        read_study(moved)
 
 
 def test_another_runs_record_in_the_folder_is_damage_not_a_result(tmp_path):

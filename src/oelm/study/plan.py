@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from ..config import MAIN_FIELD, RunConfig, Section, SystemConfig, parse_config, read_yaml, set_word, validation_line
 
@@ -66,6 +66,8 @@ class StudyConfig(Section):
     execution: Execution = Execution()
     cpu: dict[str, Any] = Field({})  # overrides of all of the above for --scale cpu
 
+    _place: Path | None = PrivateAttr(None)
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         for name in (self.name, *self.arms, *self.corpora, *self.sizes):
@@ -92,7 +94,14 @@ class StudyConfig(Section):
 
     @property
     def folder(self) -> Path:
-        return Path((self.base.get("system") or {}).get("runs_dir", SystemConfig().runs_dir)) / self.name
+        """Where it was read from, else where it is to run."""
+        return self._place or Path((self.base.get("system") or {}).get("runs_dir", SystemConfig().runs_dir)) / self.name
+
+    def at(self, folder: Path) -> Self:
+        """The same study, its runs in this folder."""
+        moved = self.model_copy()
+        moved._place = folder
+        return moved
 
     def published_id(self, arm: str, corpus: str = "") -> str | None:
         """Id of the published row that this arm reproduces on this corpus."""

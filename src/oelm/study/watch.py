@@ -59,13 +59,12 @@ def read_study(folder: Path) -> StudyConfig:
         found = StudyConfig.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise ValueError(validation_line(error, StudyConfig, str(path))) from None
-    system = {**(found.base.get("system") or {}), "runs_dir": str(folder.parent)}
-    return found.model_copy(update={"base": {**found.base, "system": system}, "name": folder.name})
+    return found.at(folder)
 
 
 def _design(study: StudyConfig) -> dict[str, Any]:
     """What decides the numbers and the verdict: not where or how fast it runs."""
-    design = study.model_dump(mode="json", exclude={"execution", "cpu"})
+    design = study.model_dump(mode="json", exclude={"name", "execution", "cpu"})
     design["base"].pop("system", None)
     return design
 
