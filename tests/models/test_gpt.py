@@ -183,7 +183,7 @@ def test_training_keeps_no_logits_and_evaluation_does() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunked_loss_and_its_gradients_equal_the_plain_ones(tied: bool) -> None:
     model = tiny(tie_word_embeddings=tied)
-    x, targets = tokens(20, 60), tokens(20, 60, seed=5)  # 1200 tokens: more than two chunks
+    x, targets = tokens(20, 60), tokens(20, 60, seed=5)  # 1200 tokens: more than one chunk
     targets[:, :7] = -100
     plain = model(x, shift_labels=targets).loss
     plain.backward()

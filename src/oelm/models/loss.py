@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # label of a token that does not count, to Hugging Face and to torch's losses alike
-# Tokens per chunk: 512 x 50257 fp32 logits are 100 MB, and matrix products of this height run at full speed, while
+# Tokens per chunk: 1024 x 50257 fp32 logits are 200 MB, and matrix products of this height run at full speed, while
 # torch's own pick (32 rows at that vocabulary) takes nearly twice as long on a CPU.
-CHUNK = 512
+CHUNK = 1024
 RARE = 1e-30  # a probability below this has lost digits, or is 0
 
 
@@ -39,8 +39,8 @@ def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class _InPlace(torch.autograd.Function):
-    """On a CPU torch's own function spends a quarter of its time on fresh memory for logits and probabilities. One
-    buffer holds a chunk's logits, then its probabilities, then their gradient; the rest is matrix products."""
+    """One buffer holds a chunk's logits, then its probabilities, then their gradient; the rest is matrix products. On a
+    CPU torch's own function takes longer (docs/LOG.md): it gets fresh memory for each of them, in each chunk."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
