@@ -1,6 +1,7 @@
 import pytest
 
-from oelm.config import RunConfig, load_config, settings
+from oelm.config import RunConfig, load_config
+from oelm.settings import settings
 from oelm.study.plan import StudyConfig
 
 

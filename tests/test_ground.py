@@ -15,6 +15,7 @@ SRC = ROOT / "src" / "oelm"
 ROOMS = [
     "method",
     "config",
+    "settings",
     "runtime",
     "record",
     "data",

@@ -7,7 +7,6 @@ Precedence: the defaults below, then the file, then the words. A section may be 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import re
@@ -356,7 +355,7 @@ def _user_path(section: type[BaseModel], loc: list[str]) -> list[str]:
     path: list[str] = []
     for part in loc:
         path.append(part)
-        inner = _section(section, part)
+        inner = section_of(section, part)
         if inner is None:
             break
         section = inner
@@ -365,47 +364,17 @@ def _user_path(section: type[BaseModel], loc: list[str]) -> list[str]:
 
 def _keys_at(section: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
-        inner = _section(section, part)
+        inner = section_of(section, part)
         if inner is None:
             return []
         section = inner
     return list(section.model_fields)
 
 
-def _section(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
+def section_of(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
     """The section that a key holds, also where it may be left out (`X | None`)."""
     annotation = parent.model_fields[key].annotation if key in parent.model_fields else None
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
-
-
-def settings(root: type[BaseModel] = RunConfig) -> list[dict[str, str]]:
-    """Every key of a run (or of another config) with its default and meaning, as the sections above state them."""
-    listed = []
-    for name in root.model_fields:
-        inner = _section(root, name) or root
-        prefix = f"{name}." if inner is not root else ""
-        notes = _notes(inner)
-        for key in inner.model_fields if prefix else [name]:
-            meaning = notes.get(key, "")
-            if root is RunConfig and key in FINE_TUNING.get(name, {}):
-                meaning += f"; with a task: {FINE_TUNING[name][key]}"
-            listed.append({"key": f"{prefix}{key}", "default": _default(inner, key), "meaning": meaning})
-    return listed
-
-
-def _notes(section: type) -> dict[str, str]:
-    """Field -> the comment behind it. The method's fields are explained where they are at home."""
-    found = dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(section), re.MULTILINE))
-    if section is MethodConfig:
-        from .method.arms import OelmConfig
-
-        return _notes(OelmConfig) | found
-    return found
-
-
-def _default(section: type[BaseModel], key: str) -> str:
-    field = section.model_fields[key]
-    return "required" if field.is_required() else str(field.default)

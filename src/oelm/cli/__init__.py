@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from importlib.metadata import version
 from typing import Annotated, NoReturn
 
 import typer
 
-from .. import __version__
 from . import models, runs, studies
 
 app = typer.Typer(
@@ -25,13 +25,13 @@ app.add_typer(studies.bench, name="bench")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"oelm {__version__}")
+        print(f"oelm {version('oelm')}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
-    version: Annotated[
+    show_version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:

@@ -26,7 +26,8 @@ def list_everything(
     if what not in (None, "settings", "study"):
         raise ValueError(f"{what}: nothing of that name to list; say oelm ls, oelm ls settings or oelm ls study")
     if what:
-        from ..config import RunConfig, settings
+        from ..config import RunConfig
+        from ..settings import settings
         from ..study.plan import StudyConfig
 
         listed = settings(StudyConfig if what == "study" else RunConfig)
