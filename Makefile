@@ -37,6 +37,7 @@ bench: setup ## speed and memory, on a quiet machine; results go to benchmarks/r
 	$(PY) benchmarks/freeze.py
 	$(PY) benchmarks/finetune.py
 	$(PY) benchmarks/relative.py
+	$(PY) benchmarks/loss.py
 
 clean: ## remove the environment and caches (runs and data stay)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
