@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from oelm.config import settings
+from oelm.settings import settings
 from oelm.study.plan import Group, StudyConfig, choose, comparison_runs, load_study, merge, search_runs
 
 
