@@ -13,24 +13,34 @@ from tiny import task_words, tiny_config, words_for, write_corpus, write_encoder
 
 from oelm.config import load_config
 from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run
+from oelm.training.audit import audit
 from oelm.training.run import run_training
 
+CLI = ("-m", "oelm.cli")
+ON_FSDP = (str(Path(__file__).with_name("on_fsdp.py")),)
 
-def launch(corpus, out, *more):
-    return launch_words(words_for(corpus, out, *more))
+
+def launch(corpus, out, *more, program=CLI):
+    return launch_words(words_for(corpus, out, *more), program)
 
 
-def launch_words(words):
+def launch_words(words, program=CLI, layer="GPTBlock"):
+    shard = {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": layer,
+    }  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "oelm.cli", "train",
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program, "train",
          *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(shard if program == ON_FSDP else {})},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
 def finish(process):
     _, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors[-3000:]
+    return errors
 
 
 @pytest.mark.slow
@@ -91,30 +101,40 @@ def test_two_processes_end_together_when_time_is_up(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_stop_at_the_same_step_and_resume_exactly(tmp_path):
+@pytest.mark.parametrize(("program", "steps"), [(CLI, 300), (ON_FSDP, 100)], ids=["ddp", "fsdp"])
+def test_two_processes_stop_at_the_same_step_and_resume_exactly(tmp_path, program, steps):
     corpus = write_corpus(tmp_path)
-    more = ["train.max_steps=300", "system.checkpoint_every=10"]
-    finish(launch(corpus, tmp_path / "whole", *more))
-    process = launch(corpus, tmp_path / "cut", *more)
+    more = [f"train.max_steps={steps}", "system.checkpoint_every=10"]
+    finish(launch(corpus, tmp_path / "whole", *more, program=program))
+    process = launch(corpus, tmp_path / "cut", *more, program=program)
     metrics, deadline = tmp_path / "cut" / "metrics.jsonl", time.monotonic() + 90
     while time.monotonic() < deadline and not (metrics.exists() and '"kind":"train"' in metrics.read_text()):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=90)
     assert read_run(tmp_path / "cut")["status"] == "stopped"
-    finish(launch(corpus, tmp_path / "cut", *more))
+    finish(launch(corpus, tmp_path / "cut", *more, program=program))
     assert losses(read_metrics(tmp_path / "cut")) == losses(read_metrics(tmp_path / "whole"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["oelm-gpt", "gpt2"])
-def test_a_model_sharded_by_fsdp_trains_verifies_and_resumes_exactly(tmp_path, name):
-    tests = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(Path(__file__).with_name("sharded.py")), name, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("verified") == 2
+def test_a_sharded_model_trains_like_a_whole_one_and_keeps_its_promises(tmp_path):
+    corpus = write_corpus(tmp_path)
+    run_training(tiny_config(corpus, tmp_path / "one"), quiet=True)
+    assert finish(launch(corpus, tmp_path / "two", program=ON_FSDP)).count("all parameters are shards") == 2
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    assert evaluations(two)[-1]["loss"] == pytest.approx(evaluations(one)[-1]["loss"], abs=1e-4)
+    audit(tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_a_sharded_encoder_fine_tunes_like_a_whole_one(tmp_path):
+    encoder = write_encoder(tmp_path / "encoder", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    task = write_task(tmp_path / "task")
+    run_training(load_config(None, task_words(encoder, task, tmp_path / "one")), quiet=True)
+    words = task_words(encoder, task, tmp_path / "two")
+    assert finish(launch_words(words, ON_FSDP, "BertLayer")).count("all parameters are shards") == 2
+    assert losses(read_metrics(tmp_path / "two")) == pytest.approx(losses(read_metrics(tmp_path / "one")), abs=1e-4)
+    answers = [read_predictions(tmp_path / name)["splits"] for name in ("one", "two")]
+    assert answers[0] == answers[1]
