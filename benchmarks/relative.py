@@ -10,6 +10,7 @@ import argparse
 import statistics
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from machine import save
@@ -71,14 +72,9 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     accelerator = Accelerator(cpu=True)
     results = {
-        name: measure(
-            [*SHAPES[name], f"system.threads={options.threads}"],
-            options.blocks,
-            3 if name == "small" else 1,
-            accelerator,
-        )
-        for name in options.shapes
+        name: measure(SHAPES[name], options.blocks, 3 if name == "small" else 1, accelerator) for name in options.shapes
     }
     save("relative", {"blocks": options.blocks, "threads": options.threads, "shapes": results})
