@@ -72,7 +72,7 @@ def test_published_counts_of_bert_from_the_command_line():
         (["inspect", "tiny", "method=oelmx"], "method: unknown 'oelmx'; did you mean 'oelm'?"),
         (["inspect", "tiny", "train.lr=1"], "train.lr=1: inspect takes method=... and method.<field>=... only"),
         (["inspect", "tiny", "-f", "xml"], "--format: unknown 'xml'; choose text or json"),
-        (["train", "none.yaml"], "none.yaml: no such config file"),
+        (["train", "none.yaml"], "none.yaml: no such file or folder"),
         (["train", "train.max_step=5"], "train.max_step: unknown key; did you mean 'train.max_steps'?"),
         (["prepare", "data=tinystorie"], "data.corpus: no corpus 'tinystorie'; did you mean 'tinystories'?"),
         (["sample", "nowhere"], "nowhere: no saved model there"),

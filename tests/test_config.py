@@ -77,7 +77,7 @@ def test_switches_are_no_numbers():
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such config file"):
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(ValueError, match="not readable as YAML"):
         load_config(write(tmp_path, "a: ["))

@@ -292,7 +292,7 @@ def parse_config(raw: dict[str, Any], source: str = "") -> RunConfig:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such config file")
+        raise FileNotFoundError(f"{path}: no such file or folder")
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

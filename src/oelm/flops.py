@@ -89,15 +89,23 @@ def count_flops(model: nn.Module, context: int, written: int | None = None) -> F
 
 def run_flops(model: nn.Module, steps: int, context: int, written: int | None = None) -> Flops:
     """count_flops of a run of so many steps: the mean over them, where a schedule changes what is frozen."""
+    return mean_flops(flops_by_step(model, steps, context, written), steps)
+
+
+def flops_by_step(model: nn.Module, steps: int, context: int, written: int | None = None) -> dict[int, Flops]:
+    """count_flops from each step on at which a run of so many steps changes what is frozen, and from step 0 on."""
     report: Any = model.oelm_report
-    due = change_steps(report, steps)
-    if not due:
-        return count_flops(model, context, written)
-    model = copy.deepcopy(model).to("meta")
-    found = {0: count_flops(model, context, written)}
+    found, due = {0: count_flops(model, context, written)}, change_steps(report, steps)
+    if due:
+        model = copy.deepcopy(model).to("meta")
     for step in sorted(set(due.values())):
         change_state(model, [key for key, at in due.items() if at == step])
         found[step] = count_flops(model, context, written)
+    return found
+
+
+def mean_flops(found: dict[int, Flops], steps: int) -> Flops:
+    """The mean over the first so many steps."""
     return Flops(*(
         mean_over_steps({step: getattr(flops, field.name) for step, flops in found.items()}, steps)
         for field in fields(Flops)

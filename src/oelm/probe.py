@@ -64,7 +64,7 @@ class Probed:
 
     id: str
     folder: str
-    arm: str  # the run's name without its seed; of a run outside a study, its folder's
+    arm: str  # the run's name without its seed; outside a study, its arm and folder
     science: dict[str, Any]  # the config, as far as it decides numbers
     heads: Scores
     accuracy: dict[str, float]
@@ -119,7 +119,7 @@ def probe_run(folder: Path, sequences: int) -> Probed:
     for name, puzzle in puzzles.items():
         heads[name], accuracy[name] = puzzle_scores(model, puzzle)
     arm, _, seed = facts["name"].rpartition("-s")
-    arm = arm if seed == str(facts["science"]["data_seed"]) else folder.name
+    arm = arm if seed == str(facts["science"]["data_seed"]) else f"{facts['config']['method']['arm']} ({folder.name})"
     uniform = math.lgamma(context + 1) / context  # mean of log t over the t = 1 ... context tokens in sight
     return Probed(facts["id"], str(folder), arm, facts["science"], heads, accuracy, uniform)
 
@@ -243,7 +243,9 @@ def arm_table(probed: Sequence[Probed]) -> str:
     for arm in arms:
         cells = [_spread(arm.scores[name]) if name in arm.scores else "-" for name in names]
         lines.append((arm.arm, str(len(arm.runs)), *cells))
-    return _aligned(lines)
+    uniform = ", ".join(sorted({f"{run.uniform_entropy:.3f}" for run in probed}))
+    note = "" if all(len(arm.runs) > 1 for arm in arms) else "; no interval: one seed"
+    return f"{_aligned(lines)}\nentropy of uniform attention: {uniform} nats{note}"
 
 
 def _spread(spread: Spread) -> str:

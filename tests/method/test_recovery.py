@@ -7,6 +7,7 @@ import torch
 from architectures import BATTERY, build, train_some
 from peft import LoraConfig, OFTConfig, inject_adapter_in_model
 from torch import nn
+from transformers import PhiConfig, PhiForCausalLM
 
 from oelm import OelmConfig, apply_oelm, verify
 from oelm.flops import count_flops
@@ -98,7 +99,7 @@ def test_the_cost_of_a_correction_comes_off_the_ceiling():
 )
 def test_a_correction_computes_what_pefts_does(correction, peft):
     model, theirs = build("bert"), build("bert")
-    apply_oelm(model, OelmConfig(correction=correction, block=8))
+    apply_oelm(model, OelmConfig(correction=correction, **({"block": 8} if correction == "oft" else {})))
     apply_oelm(theirs, "oelm")
     inject_adapter_in_model(peft, theirs)
     ours, other = (m.get_submodule("bert.encoder.layer.0.attention.self.query") for m in (model, theirs))
@@ -154,13 +155,27 @@ def test_a_copy_is_the_same(copied):
     verify(other)
 
 
+def test_what_the_table_cannot_show_is_said_below_it():
+    report = apply_oelm(build("bert"), OelmConfig.arm("oelm-unfreeze", correction="oft", block=8, temperature=True))
+    assert "on top of the frozen weights: a temperature per head, oft in blocks of 8\n" in str(report)
+    assert "schedule: freed from 20% to 80% of the run's steps, top-down; `oelm train` sees to it" in str(report)
+    assert "schedule: frozen (qr) at 50% of" in str(
+        apply_oelm(build("bert"), OelmConfig(schedule={"kind": "freeze", "start": 0.5, "project": "qr"}))
+    )
+    assert "schedule" not in str(apply_oelm(build("bert")))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"correction": "laura"}, "correction: unknown 'laura'; did you mean 'lora'?"),
         ({"correction": "lora", "rank": 0}, "rank: must be a whole number of at least 1, got 0"),
         ({"temperature": True, "freeze": "k"}, "temperature: a trained q learns its own scale"),
-        ({"input_gains": True, "freeze": ()}, "have nothing to act on"),
+        ({"input_gains": True, "freeze": ()}, "input_gains: has nothing to act on"),
+        ({"correction": "lora", "freeze": ()}, "correction: has nothing to act on"),
+        ({"rank": 4}, 'belongs to correction "lora"'),
+        ({"correction": "lora", "block": 16}, 'belongs to correction "oft"'),
+        ({"offset": 0.5}, "shifts identity frames alone"),
     ],
 )
 def test_a_wrong_field_is_named(fields, message):
@@ -174,10 +189,13 @@ def test_a_wrong_field_is_named(fields, message):
         ("gpt2", "oelm-lora", r"correction: needs q and k as linear layers .* transformer.h.0.attn.c_attn"),
         ("qwen3", "oelm-temperature", "temperature: has no effect in model.layers.0.self_attn, which normalises q"),
         ("bert", OelmConfig(correction="oft", block=12), "block: 12 does not divide the width 32"),
+        ("phi", "oelm-temperature", "temperature: has no effect in model.layers.0.self_attn, which normalises q"),
+        ("bert", OelmConfig(correction="lora", rank=32), "rank: 32 is no low rank of .*, 32 x 32; stay below 32"),
     ],
 )
 def test_what_an_architecture_cannot_have_is_an_error_and_changes_nothing(name, config, message):
-    model = build(name)
+    phi = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    model = PhiForCausalLM(PhiConfig(**phi, vocab_size=64, qk_layernorm=True)) if name == "phi" else build(name)
     with pytest.raises(ValueError, match=message):
         apply_oelm(model, config)
     assert all(p.requires_grad for p in model.parameters())

@@ -289,6 +289,10 @@ def test_the_report_prints_and_serialises():
     report = apply_oelm(build("gpt2"))
     assert "4 x 8 of 32 fused" in str(report)
     assert "frozen (14.8%)" in str(report)
+    with pytest.raises(TypeError, match="must be a torch module, not str"):
+        apply_oelm("gpt2", "oelm")
+    with pytest.raises(TypeError, match=r"OelmConfig.arm\('oelm', gain=2.0\), not dict"):
+        apply_oelm(build("gpt2"), {"arm": "oelm"})
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["frozen"] == report.frozen
     assert plain["fingerprints"]["transformer.h.0.attn.c_attn.weight[q]"]
@@ -316,7 +320,7 @@ def test_applying_twice_is_an_error():
         ({"offset": 1.5}, "offset: must be a fraction of the width"),
         ({"freeze": "qv"}, "freeze: unknown 'v'"),
         ({"bias": "drop"}, "bias: unknown 'drop'"),
-        ({"layers_to_transform": "some"}, "layers_to_transform: 'some' is neither"),
+        ({"layers_to_transform": "some"}, "layers_to_transform: 'some' is no list of layers"),
         ({"layers_to_transform": [7]}, "layers_to_transform: no layer 7; the model has 0-1"),
         ({"layers_to_transform": "all but the last 2"}, "leaves no layer to transform"),
         ({"layers_to_transform": [True]}, "layers_to_transform: must be whole numbers"),

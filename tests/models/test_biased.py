@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,6 +70,7 @@ def test_training_takes_the_fast_way_and_nothing_else_does(monkeypatch):
     model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(input_ids=ids, labels=ids)
+    copy.deepcopy(model).bfloat16()(input_ids=ids, labels=ids)
     model.relative_bias.requires_grad_(False)
     model(input_ids=ids, labels=ids)
     assert len(taken) == 2

@@ -173,7 +173,7 @@ def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, w
     (row,) = analyse(tmp_path / "s").savings()
     assert (row.standing, row.saving) == (standing, pytest.approx(1 - ratio))
     for each in ("warning", "note"):
-        assert ("above the ceiling of 4.8%" in said(tmp_path / "s", each)) == (each == weight)
+        assert ("above the ceiling of 4.80%" in said(tmp_path / "s", each)) == (each == weight)
 
 
 def test_step_times_of_separate_runs_are_never_called_impossible(tmp_path):

@@ -82,7 +82,7 @@ def test_markdown_tables_are_rectangular_and_latex_is_balanced(written):
     for block in blocks:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
     latex = (written.parent / "r.tex").read_text()
-    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 6
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 7
     for row in re.findall(r"^.*\\\\$", latex, re.MULTILINE):
         assert not re.search(r"(?<!\\)[%#_]", row)
 
@@ -182,6 +182,24 @@ def test_many_arms_in_several_settings_keep_their_own_colours_and_figures(tmp_pa
     assert len(set(colours)) == 13
     assert all(text.count(f"{colour}: #") == 2 for colour in colours)  # in light and in dark
     assert check_report(tmp_path / "s", tmp_path / "r.html").differences == []
+
+
+def test_the_page_says_what_was_run_and_what_sets_an_arm_apart(tmp_path):
+    fake_study(
+        tmp_path / "s", seeds=2, arms={"baseline": {}, "fix": {"method": {"arm": "oelm-lora", "rank": 2}}},
+        cost={"baseline": 0.0, "fix": 0.01},
+        corpora={"tales": {"data": "a.txt"}, "news": {"data": "b.txt"}},
+    )  # fmt: skip
+    md = tmp_path / "r.md"
+    write_report(tmp_path / "s", tmp_path / "r.html", md=md)
+    table = md.read_text().partition("## What was run")[2].partition("## ")[0]
+    assert "| model | name = small |" in table
+    assert "max_steps = 200" in table
+    assert "warmup_steps = 10" in table
+    assert "| fix | method.arm = oelm-lora, method.rank = 2 |" in table
+    assert "| tales | data.corpus = a.txt |" in table
+    assert "| news | data.corpus = b.txt |" in table
+    assert "seed" not in table
 
 
 def test_an_unknown_published_row_is_named(tmp_path):

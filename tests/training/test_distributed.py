@@ -27,7 +27,7 @@ def launch(corpus, out, *more, program=CLI):
 def launch_words(words, program=CLI, layer="GPTBlock"):
     shard = {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": layer,
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": layer, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",  # as launched
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program, "train",
@@ -118,10 +118,14 @@ def test_two_processes_stop_at_the_same_step_and_resume_exactly(tmp_path, progra
 
 
 @pytest.mark.slow
-def test_a_sharded_model_trains_like_a_whole_one_and_keeps_its_promises(tmp_path):
+@pytest.mark.parametrize("arm", ["oelm", "oelm-lora"])
+def test_a_sharded_model_trains_like_a_whole_one_and_keeps_its_promises(tmp_path, arm):
     corpus = write_corpus(tmp_path)
-    run_training(tiny_config(corpus, tmp_path / "one"), quiet=True)
-    assert finish(launch(corpus, tmp_path / "two", program=ON_FSDP)).count("all parameters are shards") == 2
+    run_training(tiny_config(corpus, tmp_path / "one", f"method={arm}"), quiet=True)
+    assert (
+        finish(launch(corpus, tmp_path / "two", f"method={arm}", program=ON_FSDP)).count("all parameters are shards")
+        == 2
+    )
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
     assert evaluations(two)[-1]["loss"] == pytest.approx(evaluations(one)[-1]["loss"], abs=1e-4)

@@ -1,5 +1,6 @@
 """Runs whose frozen weights change state or are corrected: what they write, and that they resume exactly."""
 
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import tiny_config, write_corpus
 from transformers import AutoModelForCausalLM
 
 from oelm.flops import count_flops
 from oelm.method.surgery import apply_oelm
+from oelm.method.verify import VerifyError
 from oelm.models.build import build_gpt
 from oelm.record import losses, mean_frozen, read_metrics, read_run
 from oelm.training import loop
@@ -32,8 +34,8 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def run_with_a_kill(config, step, monkeypatch):
-    """Breaks the run before that step, then goes on with it."""
+def run_killed(config, step, monkeypatch):
+    """Breaks the run before that step."""
     original = loop.train_step
 
     def killed(*arguments):
@@ -45,6 +47,11 @@ def run_with_a_kill(config, step, monkeypatch):
     with pytest.raises(Killed):
         run_training(config, quiet=True)
     monkeypatch.undo()
+
+
+def run_with_a_kill(config, step, monkeypatch):
+    """Breaks the run before that step, then goes on with it."""
+    run_killed(config, step, monkeypatch)
     run_training(config, quiet=True)
 
 
@@ -141,8 +148,30 @@ def test_killed_around_a_change_it_ends_bit_identical(corpus, whole, tmp_path, m
     audit(config.folder)
 
 
-def test_a_frozen_weight_altered_in_a_checkpoint_is_found(corpus, tmp_path):
+def test_a_freeze_that_the_run_never_reached_saves_nothing(corpus, tmp_path):
+    words = [*FREEZE, "train.max_steps=1000", "train.max_time=1e-9"]
+    run_training(tiny_config(corpus, tmp_path / "run", *words), quiet=True)
+    assert read_run(tmp_path / "run")["flops_per_token"]["ceiling"] == 0.0
+    assert ledger(tmp_path / "run") == []
+
+
+def test_a_frozen_weight_altered_in_a_checkpoint_is_found(corpus, tmp_path, monkeypatch):
     """The fingerprints of a late freeze come with the checkpoint, not from whatever its weights are."""
+    config = tiny_config(corpus, tmp_path / "run", FREEZE[0], "system.checkpoint_every=5")
+    run_killed(config, 12, monkeypatch)
+    last, name = config.folder / "last", next(iter(ledger(config.folder)[-1]["fingerprints"]))
+    weights = load_file(last / "weights.safetensors")
+    weights[name] += 1e-3
+    save_file(weights, last / "weights.safetensors")
+    meta = json.loads((last / "meta.json").read_text())
+    content = (last / "weights.safetensors").read_bytes()
+    meta["sha256"]["weights.safetensors"] = hashlib.sha256(content).hexdigest()
+    (last / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(VerifyError, match="bytes changed since"):
+        run_training(config, quiet=True)
+
+
+def test_a_ledger_that_does_not_fit_the_weights_is_found(corpus, tmp_path):
     config = tiny_config(corpus, tmp_path / "run", *FREEZE)
     run_training(config, quiet=True)
     metrics = config.folder / "metrics.jsonl"

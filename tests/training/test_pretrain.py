@@ -325,6 +325,13 @@ def test_bad_input_is_one_clear_line(tmp_path, words, spoil, message):
         assert read_run(tmp_path / "run")["status"] == "failed"
 
 
+def test_muon_with_scaled_losses_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("oelm.training.run.choose_precision", lambda *_: ("fp16", "as asked"))  # no GPU here
+    config = tiny_config(write_corpus(tmp_path), tmp_path / "run", "train.optimizer=muon")
+    with pytest.raises(ValueError, match=r"train.precision: fp16 .* muon makes two"):
+        run_training(config, quiet=True)
+
+
 def test_a_truncated_file_is_prepared_again(tmp_path):
     corpus = write_corpus(tmp_path)
     config = tiny_config(corpus, tmp_path / "run")

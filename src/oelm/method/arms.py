@@ -48,7 +48,9 @@ class OelmConfig:
     offset: float | Mapping[str, float] = 0.0  # identity frames: shift by this share of the width; or {q: ..., k: ...}
     freeze: str | Sequence[str] = ("q", "k")  # roles that take no gradient; () trains both
     bias: str = "zero"  # biases of replaced projections: "zero" or "keep"; frozen with their weight either way
-    layers_to_transform: int | Sequence[int] | str | None = None  # numbers, "all but the last 2" or "every 2nd"
+    layers_to_transform: int | Sequence[int] | str | None = (
+        None  # numbers from 0, "all but the last 2", "every 2nd": 0, 2, ...
+    )
     target_modules: Targets | None = None  # as in PEFT; a mapping names unknown modules (see projections.py)
     exclude_modules: str | Sequence[str] | None = None  # names or a pattern, as in PEFT
     temperature: bool = False  # a trained factor per head on the attention logits
@@ -67,6 +69,8 @@ class OelmConfig:
                 raise ValueError(f"schedule.{max(missing)}: is missing; give kind and start")
             object.__setattr__(self, "schedule", Schedule(**self.schedule))
         if not isinstance(self.freeze, str | Sequence):
+            raise ValueError(f"freeze: give any of q and k, e.g. ('q', 'k') or 'q'; got {self.freeze!r}")
+        if isinstance(self.freeze, str) and self.freeze not in ("", "q", "k", "qk"):
             raise ValueError(f"freeze: give any of q and k, e.g. ('q', 'k') or 'q'; got {self.freeze!r}")
         object.__setattr__(self, "freeze", tuple(self.freeze))
         for name in ("init", "gain", "offset"):
@@ -92,12 +96,19 @@ class OelmConfig:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name}: must be a whole number of at least {least}, got {value!r}")
+        for name, kind in (("rank", "lora"), ("block", "oft")):
+            if getattr(self, name) != getattr(type(self), name) and self.correction != kind:
+                raise ValueError(f'{name}: belongs to correction "{kind}"; ask for that too, or leave it out')
+        for role in ROLES:
+            if self.role("offset", role) and self.role("init", role) != "identity":
+                raise ValueError('offset: shifts identity frames alone; ask for init "identity", or leave it out')
+        if all(self.role("init", role) == "keep" and self.role("gain", role) != 1 for role in ROLES):
+            raise ValueError('gain: scales frames, and init "keep" makes none; leave it out')
         if self.temperature and "q" not in self.freeze:
             raise ValueError("temperature: a trained q learns its own scale; freeze q, or leave it out")
-        if (self.input_gains or self.correction) and not self.freeze:
-            raise ValueError("input_gains, correction: have nothing to act on; name q, k or both with `freeze`")
-        if self.schedule and not self.freeze:
-            raise ValueError("schedule: has nothing to act on; name q, k or both with `freeze`")
+        for name in ("input_gains", "correction", "schedule"):
+            if getattr(self, name) and not self.freeze:
+                raise ValueError(f"{name}: has nothing to act on; name q, k or both with `freeze`")
         one_of("bias", self.bias, ("zero", "keep"))
         layers = self.layers_to_transform
         if isinstance(layers, str):
@@ -133,7 +144,7 @@ def layer_rule(text: str) -> tuple[str, int]:
     match = re.fullmatch(r"(all but the last|every)\s+(\d+)(?:st|nd|rd|th|-th)?", text.strip())
     if not match or int(match[2]) < 1:
         raise ValueError(
-            f'layers_to_transform: {text!r} is neither a list of layers, "all but the last n" nor "every n-th"'
+            f'layers_to_transform: {text!r} is no list of layers, no "all but the last 2" and no "every 2nd"'
         )
     return match[1], int(match[2])
 

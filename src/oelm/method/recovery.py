@@ -9,6 +9,7 @@ original name, so a saved model loads without `oelm`; what cannot be undone is l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from .frames import seed_of
 from .layout import Projection, gathered
 from .leaves import Leaf, become
 
+Q_NORM = r"(q|query)_?(norm|layernorm|layer_norm|ln)"  # attention's child that takes q's scale away again
 PARTS = ("temperature", "input_gain", "lora_a", "lora_b", "rotation")
 
 
@@ -60,16 +62,18 @@ class Recovered(Leaf):
     def merged(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias of a plain linear layer that does the same."""
         own = {name: gathered(p) for name, p in self._parameters.items() if p is not None}
-        dtype, weight, bias = own["weight"].dtype, own["weight"].float(), own.get("bias")
+        dtype, bias = own["weight"].dtype, own.get("bias")
+        own = {name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for name, tensor in own.items()}
+        weight = own["weight"]
         if "rotation" in own:
             blocks = weight.unflatten(1, (-1, self.oelm_block))  # (rows, blocks, block)
             weight = torch.einsum("rkc,kbc->rkb", blocks, self._rotation()).flatten(1)
         if "lora_a" in own:
-            weight = weight + own["lora_b"].float() @ own["lora_a"].float()
+            weight = weight + own["lora_b"] @ own["lora_a"]
         if "input_gain" in own:
-            weight = weight * own["input_gain"].float()
+            weight = weight * own["input_gain"]
         if "temperature" in own:
-            by_row = own["temperature"].float().repeat_interleave(len(weight) // self.oelm_heads)
+            by_row = own["temperature"].repeat_interleave(len(weight) // self.oelm_heads)
             weight, bias = weight * by_row[:, None], None if bias is None else (bias.float() * by_row).to(dtype)
         return weight.to(dtype), bias
 
@@ -106,9 +110,11 @@ def check_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmC
                 f"{asked[0]}: needs q and k as linear layers of their own; {p.module} ({type(owner).__name__}) "
                 f"{'holds them together' if p.layout.fused else 'is none'}"
             )
-        norm = getattr(model.get_submodule(p.attention), "q_norm", nn.Identity())
-        if config.temperature and not isinstance(norm, nn.Identity):
+        norms = [m for n, m in model.get_submodule(p.attention).named_children() if re.fullmatch(Q_NORM, n)]
+        if config.temperature and any(not isinstance(norm, nn.Identity) for norm in norms):
             raise ValueError(f"temperature: has no effect in {p.attention}, which normalises q after its projection")
+        if config.correction == "lora" and config.rank >= (least := min(p.rows, p.d_in)):
+            raise ValueError(f"rank: {config.rank} is no low rank of {p.name}, {p.rows} x {p.d_in}; stay below {least}")
         if config.correction == "oft" and p.d_in % config.block:
             raise ValueError(f"block: {config.block} does not divide the width {p.d_in} of {p.name}")
 

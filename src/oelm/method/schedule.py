@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,7 @@ def _turn(model: nn.Module, row: Row, schedule: Schedule, write: bool) -> Row:
         return replace(row, frozen=True)
     if schedule.project and write:
         p.write(model, project(p.weight(model), p.heads, schedule.project))
-    error = orthogonality_error(p.weight(model), p.heads, None)
+    # what `known` describes is still to be loaded
+    error = orthogonality_error(p.weight(model), p.heads, None) if write else math.nan
     return replace(row, kind=PROJECTED if schedule.project else TRAINED, gain=None, frozen=True,
                    orthogonality_error=error)  # fmt: skip

@@ -94,9 +94,26 @@ class OelmReport:
             lines.append((named, role, shape, kind, scale, state, shown))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-        share = self.frozen / self.total
+        share, added = self.frozen / self.total, _added(self.config)
         counts = f"{self.total:,} parameters: {self.trainable:,} trained, {self.frozen:,} frozen ({share:.1%})"
-        return "\n".join([*table, counts])
+        return "\n".join([*table, *added, counts])
+
+
+def _added(config: OelmConfig) -> list[str]:
+    """What the table of projections cannot show: trained parts on frozen weights, and the times to come."""
+    corrections = {"lora": f"lora of rank {config.rank}", "oft": f"oft in blocks of {config.block}"}
+    parts = ["a temperature per head"] * config.temperature + ["gains on the inputs"] * config.input_gains
+    parts += [corrections[config.correction]] if config.correction else []
+    lines = [f"trained on top of the frozen weights: {', '.join(parts)}"] if parts else []
+    if isinstance(plan := config.schedule, Schedule):
+        moments = f"from {plan.start:.0%} to {plan.end:.0%}" if plan.end is not None else f"at {plan.start:.0%}"
+        what = "freed" if plan.kind == "unfreeze" else "frozen" if plan.project is None else f"frozen ({plan.project})"
+        order = f", {plan.order}" if plan.end is not None else ""
+        lines.append(
+            f"schedule: {what} {moments} of the run's steps{order}; `oelm train` sees to it, a loop of your own calls "
+            "change_state"
+        )
+    return lines
 
 
 def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
@@ -108,7 +125,12 @@ def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmRepor
     """
     config = OelmConfig.arm(config) if isinstance(config, str) else config
     if not isinstance(config, OelmConfig):
-        raise TypeError(f"config: must be an OelmConfig or the name of an arm, not {type(config).__name__}")
+        raise TypeError(
+            f"config: must be the name of an arm or an OelmConfig, e.g. OelmConfig.arm('oelm', gain=2.0), "
+            f"not {type(config).__name__}"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: must be a torch module, not {type(model).__name__}; build or load it first")
     chosen = _choose(model, config)
     for projection in chosen:
         _check_tensor(model, projection, config.role("gain", projection.role))

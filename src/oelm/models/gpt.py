@@ -225,9 +225,9 @@ class GPT(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits, and the mean loss when labels are given. In training mode, and with `shift_labels`, labels
         mean `logits=None`: the loss is computed in chunks and the logits, the largest tensor, never exist."""
-        unknown = [name for name, value in kwargs.items() if name not in IGNORED and value]
+        unknown = [key for key, value in kwargs.items() if not (key in IGNORED or value is None or value is False)]
         if unknown:
-            raise TypeError(f"GPT.forward: does not know {unknown[0]}={kwargs[unknown[0]]!r}")
+            raise TypeError(f"GPT.forward: does not know {unknown[0]}")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -295,7 +295,8 @@ def _plain_on_cpu(q: Tensor, bias: Tensor) -> bool:
     torch.compile would spell out every strip."""
     if torch.compiler.is_compiling():
         return False
-    return q.device.type == "cpu" and q.dtype == bias.dtype and not torch.is_autocast_enabled("cpu")
+    whole = q.dtype == bias.dtype and q.dtype in (torch.float32, torch.float64)
+    return q.device.type == "cpu" and whole and not torch.is_autocast_enabled("cpu")
 
 
 AutoConfig.register(GPTConfig.model_type, GPTConfig)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .analysis import Analysis
 from .answers import answers_table
+from .design import design_table
 from .details import claims_table, difference_table, environments, facts, published_table, rate_table, rule, run_table
 from .elements import Piece, Table
 from .notices import Notice, notices
@@ -30,7 +31,15 @@ class Content:
 
 
 def content(analysis: Analysis) -> Content:
-    tables = (answers_table, timing_table, baseline_time_table, published_table, difference_table, claims_table)
+    tables = (
+        answers_table,
+        timing_table,
+        baseline_time_table,
+        published_table,
+        difference_table,
+        design_table,
+        claims_table,
+    )
     more = [make(analysis) for make in tables]
     return Content(
         analysis.study.name, analysis.study.question, analysis.study.decide.metric, headline(analysis),

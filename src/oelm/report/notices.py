@@ -97,8 +97,8 @@ def _savings(analysis: Analysis, standing: str) -> list[str]:
             else "The runs were not timed in turns, so their clocks decide nothing; see oelm bench step"
         )  # fmt: skip
         texts.append(
-            f"{_at(row.arm, row.where)}: a step-time saving of {row.saving:.1%} is above the ceiling of "
-            f"{row.ceiling:.1%} that the arithmetic allows. {how}."
+            f"{_at(row.arm, row.where)}: a step-time saving of {row.saving:.2%} is above the ceiling of "
+            f"{row.ceiling:.2%} that the arithmetic allows. {how}."
         )
     return texts
 

@@ -9,7 +9,7 @@ from .analysis import Analysis, Arm, Setting
 from .elements import EMPTY, Cell, Number, Table, interval, seconds_text
 from .tables import arm_index, number_key
 
-POSSIBLE = {"possible": "✓ yes", "noise": "? above, perhaps noise", "impossible": "✕ above the ceiling"}
+POSSIBLE = {"possible": "below the ceiling", "noise": "? above, perhaps noise", "impossible": "✕ above the ceiling"}
 
 
 def timing_table(analysis: Analysis) -> Table | None:
@@ -27,7 +27,7 @@ def timing_table(analysis: Analysis) -> Table | None:
     columns = (
         ("Arm", ""), ("Step", "median time of a training step"), ("Saved", "of the baseline's step time"),
         ("Ceiling", "share of the step's arithmetic that the freeze removes: no saving can be larger"),
-        ("Possible?", "is the saving at most the ceiling?"),
+        ("Possible?", "is the saving at most the ceiling? a negative one is a slower step"),
     )  # fmt: skip
     note = (
         "Timed in turns with the baseline in one process (oelm bench step)."

@@ -14,7 +14,7 @@ from ..method.surgery import apply_oelm
 from ..method.verify import VerifyError, verify
 from ..models.build import build_gpt
 from ..models.classifiers import build_classifier
-from ..record import evaluations, losses, read_metrics, read_predictions, read_run
+from ..record import evaluations, is_claimed, losses, read_metrics, read_predictions, read_run
 from .checkpoint import load_checkpoint
 
 
@@ -27,7 +27,7 @@ def audit(folder: Path) -> list[str]:
 
     if not (folder / "best" / "model.safetensors").is_file():
         raise FileNotFoundError(
-            f"{folder}: the run is {record['status']} and has no saved model in best/, which its first evaluation "
+            f"{folder}: the run has no saved model in best/, which its first evaluation "
             "writes; verify it after that, or train it with its own command"
         )
     best = load_file(folder / "best" / "model.safetensors")
@@ -40,9 +40,11 @@ def audit(folder: Path) -> list[str]:
     report = apply_oelm(model, config.method.oelm(config.init_seed))
     if (report.total, report.frozen) != (said["total"], said["frozen"]):
         raise ValueError(f"{folder}: {report.frozen} of {report.total} weights frozen, the record says otherwise")
-    done.append(f"{report.frozen:,} of {report.total:,} weights frozen, as recorded")
-
     expected, changes = said["fingerprints"], [line for line in metrics if line["kind"] == "freeze"]
+    done.append(
+        f"{report.frozen:,} of {report.total:,} weights frozen{' at first' if changes else ''}, as recorded"
+        + (f"; what is frozen changed after steps {', '.join(str(c['step']) for c in changes)}" if changes else "")
+    )
 
     def go_on_to(step: int) -> None:
         """Brings the model into the state in which the step before was taken."""
@@ -54,7 +56,7 @@ def audit(folder: Path) -> list[str]:
 
     for name in ("best", "last"):
         if name == "best" and any(isinstance(module, Recovered) for module in model.modules()):
-            done.append("best: corrections are merged into its frozen weights; the proof is that of last")
+            done.append("best: corrections are merged into its weights, so it has no frozen bytes of its own; see last")
             continue
         if name == "best":
             go_on_to(min(evaluations(metrics), key=lambda line: line["loss"])["step"])
@@ -84,6 +86,9 @@ def audit(folder: Path) -> list[str]:
                 raise ValueError(f"{folder}: predictions.json and run.json differ in the accuracy on {name}")
             done.append(f"{name}: {right} of {len(split['labels'])} predictions are right, as recorded")
         done.append(f"{steps} steps and the best loss of {lowest['loss']:.4f} nats are the same in log and record")
+    else:
+        state = "killed" if record["status"] == "running" and not is_claimed(folder) else record["status"]
+        done.append(f"the run is {state}, not finished: log and record are not compared; the same command goes on")
     return done
 
 

@@ -24,7 +24,7 @@ class Freezer:
         total: int,
     ) -> None:  # fmt: skip
         self.run, self.model, self.optimizers, self.config = run, model, optimizers, config
-        self.scaler, self.total = accelerator.scaler, total
+        self.scaler, self.total, self.wrappers = accelerator.scaler, total, accelerator._models
         report: Any = model.oelm_report
         self.steps = change_steps(report, total)
         self.rows = {row.projection.key: row.projection for row in report.projections}
@@ -55,9 +55,12 @@ class Freezer:
             if self.config.system.compile:
                 torch._dynamo.reset()  # an old graph would never give a freed weight its gradient
             if isinstance(model, DistributedDataParallel):  # its reducer knows only what was trained when it was made
-                return DistributedDataParallel(
+                wrapper = DistributedDataParallel(
                     model.module, device_ids=model.device_ids, output_device=model.output_device
                 )
+                # the old one's gradient buckets live as long as anything knows it
+                self.wrappers[:] = [wrapper if known is model else known for known in self.wrappers]
+                return wrapper
         return model
 
     def is_due(self, step: int) -> bool:

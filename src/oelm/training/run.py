@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
 from ..config import RunConfig
-from ..flops import run_flops
+from ..flops import Flops, flops_by_step, mean_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
 from ..record import Run, claimed, read_run, write_predictions
@@ -56,6 +57,8 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         torch.set_num_threads(config.system.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision, reason = choose_precision(config.train.precision, device)
+    if precision == "fp16" and config.train.optimizer == "muon":
+        raise ValueError("train.precision: fp16 scales its loss for one optimizer, muon makes two; take bf16 or fp32")
     job.check()
     accelerator = Accelerator(
         mixed_precision={"fp32": "no"}.get(precision, precision), log_with=list(config.system.trackers) or None,
@@ -114,15 +117,19 @@ def _operate(
 ) -> dict[str, Any]:  # fmt: skip
     model, task, lengths = job.build()
     report = apply_oelm(model, config.method.oelm(config.init_seed))
-    flops = run_flops(model, total_steps(config, task), *lengths)
+    total = total_steps(config, task)
+    stages = flops_by_step(model, total, *lengths)
     if run:
-        run.update(surgery=report.to_dict(), flops_per_token={**asdict(flops), "ceiling": flops.ceiling})
+        run.update(surgery=report.to_dict(), flops_per_token=_flops_record(mean_flops(stages, total)))
         run.log(f"surgery\n{report}")
         run.say(str(report).splitlines()[-1])
     model.to(accelerator.device)
     optimizers = make_optimizers(model, config.train)
     if config.system.compile:
         model.compile()
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # Else Accelerate builds the model anew from its state dict, which shows merged and joined weights as one.
+        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     prepared, *wrapped = accelerator.prepare(model, *optimizers)
     if config.system.trackers:
         accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
@@ -141,11 +148,17 @@ def _operate(
         return {}
     status = "stopped" if stopped_by else "finished"
     run.log(f"{status} at step {progress.step}: best {task.describe(progress.best) if progress.best else '-'}")
+    flops = mean_flops(stages, max(progress.step, 1))  # a schedule may have been cut short by the time allowed
+    run.update(flops_per_token=_flops_record(flops))
     run.close(status, flops_per_token=flops.total, peak=peak, totals=totals)
     if stopped_by:
         run.say(f"stopped at step {progress.step}; the same command goes on from there")
         raise SystemExit(128 + stopped_by)
     return run.facts
+
+
+def _flops_record(flops: Flops) -> dict[str, float]:
+    return {**asdict(flops), "ceiling": flops.ceiling}
 
 
 def _last_words(

@@ -1,0 +1,70 @@
+"""What was run: the settings that all runs share, and what sets an arm, a corpus or a size apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..study.plan import Cell as Planned
+from .analysis import Analysis
+from .elements import Cell, Table
+from .tables import arm_index
+
+OWN = ("init_seed", "data_seed", "train.lr")  # differ from run to run by design; they have tables of their own
+
+
+def design_table(analysis: Analysis) -> Table | None:
+    cells = [cell for cell, _ in (*analysis.compare, *analysis.search)]
+    if not cells:
+        return None
+    shared = _same(cells)
+    rows = [(Cell((section,)), Cell((_spelled(values),))) for section, values in _by_section(shared).items()]
+    places = {" · ".join(filter(None, cell.group[1:])): cell.group[1:] for cell in cells}
+    for title, place in places.items() if len(places) > 1 else ():
+        own = _without(_same([c for c in cells if c.group[1:] == place]), shared)
+        rows.append((Cell((title,)), Cell((_spelled(own),))))
+    for arm in analysis.study.arms:
+        if mine := [c for c in cells if c.group.arm == arm]:
+            own = _without(_same(mine), shared)
+            rows.append((Cell((arm,), tone="arm", swatch=arm_index(analysis, arm)), Cell((_spelled(own),))))
+    note = "Settings of a run, as oelm ls settings explains them; oelm ls has the arms. The rest is at its default."
+    return Table("design", "What was run", (("Of", ""), ("Settings", "")), tuple(rows), note)
+
+
+def _same(cells: Sequence[Planned]) -> dict[str, Any]:
+    """Settings with one value in all of these runs."""
+    first, *rest = [_flat(cell.config.science()) for cell in cells]
+    return {key: value for key, value in first.items() if all(key in o and o[key] == value for o in rest)}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            found |= _flat(value, f"{name}.")
+        elif name not in OWN and value is not None:
+            found[name] = value
+    return found
+
+
+def _without(settings: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in known}
+
+
+def _by_section(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        found.setdefault(section, {})[name] = value
+    return found
+
+
+def _spelled(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {_value(value)}" for key, value in settings.items()) or "nothing of its own"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
