@@ -76,7 +76,7 @@ class ModelConfig(Section):
     d_ff: int | None = Field(None, gt=0)  # width inside the feed-forward part; default: 4 x d_model
     context: int | None = Field(None, gt=0)  # tokens that a training sequence has and the model can see
     vocab_size: int | None = Field(None, gt=0)  # default: the tokenizer's
-    positions: Literal["learned", "rotary", "relative"] | None = None  # relative: learned, and a bias by distance
+    positions: Literal["learned", "rotary", "relative"] | None = None  # learned, rotary, or learned with a bias
     qk_norm: bool | None = None  # RMS-normalise queries and keys
     bias: bool | None = None  # of the linear layers and of the layer norms
 
@@ -98,7 +98,7 @@ class MethodConfig(Section):
     correction: Literal["lora", "oft"] | None = None
     rank: int | None = None
     block: int | None = None
-    schedule: dict[str, Any] | None = None  # kind, start, end, order, project: what is frozen at which step
+    schedule: dict[str, Any] | None = None  # kind, start, end, order, project: see docs/method.md
     seed: int | None = None  # of the frames; default: init_seed
 
     def oelm(self, init_seed: int) -> OelmConfig:

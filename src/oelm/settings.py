@@ -7,7 +7,7 @@ import re
 
 from pydantic import BaseModel
 
-from .config import FINE_TUNING, MethodConfig, RunConfig, section_of
+from .config import FINE_TUNING, MethodConfig, ModelConfig, RunConfig, section_of
 
 
 def settings(root: type[BaseModel]) -> list[dict[str, str]]:
@@ -37,4 +37,7 @@ def _notes(section: type) -> dict[str, str]:
 
 def _default(section: type[BaseModel], key: str) -> str:
     field = section.model_fields[key]
-    return "required" if field.is_required() else str(field.default)
+    if field.is_required():
+        return "required"
+    owner = {MethodConfig: "the arm's", ModelConfig: "the preset's"}.get(section)
+    return owner if owner and field.default is None else str(field.default)
