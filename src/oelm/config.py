@@ -76,9 +76,7 @@ class ModelConfig(Section):
     d_ff: int | None = Field(None, gt=0)  # width inside the feed-forward part; default: 4 x d_model
     context: int | None = Field(None, gt=0)  # tokens that a training sequence has and the model can see
     vocab_size: int | None = Field(None, gt=0)  # default: the tokenizer's
-    positions: Literal["learned", "rotary", "relative"] | None = (
-        None  # learned, rotary, or relative: a bias by distance
-    )
+    positions: Literal["learned", "rotary", "relative"] | None = None  # learned, rotary, relative (a bias as well)
     qk_norm: bool | None = None  # RMS-normalise queries and keys
     bias: bool | None = None  # of the linear layers and of the layer norms
 
