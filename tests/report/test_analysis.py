@@ -176,6 +176,21 @@ def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, w
         assert ("above the ceiling of 4.80%" in said(tmp_path / "s", each)) == (each == weight)
 
 
+def test_a_seed_that_went_astray_is_named(tmp_path):
+    fake_study(tmp_path / "s", search=False)
+    assert "astray" not in said(tmp_path / "s", "note")
+    folder = next((tmp_path / "s").glob("oelm-random-*s3-*"))
+    record = json.loads((folder / "run.json").read_text())
+    record["totals"]["best"]["loss"] += 0.4
+    (folder / "run.json").write_text(json.dumps(record))
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in metrics:
+        if line["kind"] == "eval":
+            line["loss"] += 0.4
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    assert "Seeds that went astray: oelm-random, lr 0.001, seed 3 (3." in said(tmp_path / "s", "note")
+
+
 def test_step_times_of_separate_runs_are_never_called_impossible(tmp_path):
     """Without bench.json there is no interval: a large saving is the machine's."""
     fake_study(tmp_path / "s", step_seconds={"oelm": 0.01})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ from ..study.stats import smallest_p
 from .analysis import Analysis
 
 SHOWN = 8  # names listed in a notice before "and n more"
+ASTRAY = 0.1  # nats above the median of an arm's seeds, which commonly lie within a few hundredths of each other
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,13 @@ def notices(analysis: Analysis) -> list[Notice]:
         *_unfinished(analysis), *_left_out(analysis), *_too_few_seeds(analysis), *_different_data(analysis),
         *_savings(analysis, "impossible"),
     ]  # fmt: skip
-    notes = [*_diverged(analysis), *_edges(analysis), *_savings(analysis, "noise"), *_machines(analysis)]
+    notes = [
+        *_diverged(analysis),
+        *_astray(analysis),
+        *_edges(analysis),
+        *_savings(analysis, "noise"),
+        *_machines(analysis),
+    ]
     return [Notice("warning", text) for text in warnings] + [Notice("note", text) for text in notes]
 
 
@@ -106,6 +114,24 @@ def _savings(analysis: Analysis, standing: str) -> list[str]:
 def _diverged(analysis: Analysis) -> list[str]:
     names = [item.folder for item in analysis.diverged]
     return [f"Diverged in the search, so that their learning rates are out: {_listed(names)}."] if names else []
+
+
+def _astray(analysis: Analysis) -> list[str]:
+    """Seeds that ended far above their arm's others: then the interval is about the rate as much as about the arm."""
+    found = []
+    for setting in analysis.settings:
+        for arm in setting.arms:
+            if len(arm.runs) < 3:
+                continue
+            middle = statistics.median(run.best["loss"] for run in arm.runs)
+            for run in arm.runs:
+                if run.best["loss"] > middle + ASTRAY:
+                    where = f"{_at(arm.name, setting.title)}, lr {run.lr:g}, seed {run.seed}"
+                    found.append(f"{where} ({run.best['loss']:.2f} nats, median {middle:.2f})")
+    advice = (
+        "That widens their arms' intervals; lower rates, a longer warm-up or more search seeds (lr.seeds) may help."
+    )
+    return [f"Seeds that went astray: {_listed(found)}. {advice}"] if found else []
 
 
 def _edges(analysis: Analysis) -> list[str]:
