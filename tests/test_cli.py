@@ -102,7 +102,7 @@ def test_a_run_that_has_no_model_yet_and_a_run_folder_are_one_clear_line(tmp_pat
     config = load_config(None, ["model=tiny"])
     facts = {"id": config.id, "science": config.science(), "config": config.model_dump(mode="json"), "surgery": {}}
     Run.open(folder, facts)
-    assert "the run is running and has no saved model in best/" in fails(monkeypatch, capsys, "verify", str(folder))
+    assert "the run has no saved model in best/" in fails(monkeypatch, capsys, "verify", str(folder))
     assert f"is a run folder; say oelm verify {folder}" in fails(monkeypatch, capsys, "inspect", str(folder))
 
 

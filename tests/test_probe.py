@@ -141,8 +141,9 @@ def test_probing_runs_from_the_command_line(tmp_path, monkeypatch):
     assert len(text.splitlines()) == 1 + 2 * 4 + 1
     assert "right answers: induction" in text
     rows = oelm("probe", str(out[0]), str(out[1]), str(out[1]), "--sequences", "4").splitlines()
-    assert len(rows) == 2  # runs that differ in their seed are one arm, and a run named twice is one run
+    assert len(rows) == 3  # runs that differ in their seed are one arm, and a run named twice is one run
     assert rows[1].split()[:2] == ["oelm-lr0.001", "2"]
+    assert rows[2].startswith("entropy of uniform attention: ")
     facts = json.loads(oelm("probe", str(out[0]), str(out[1]), "-f", "json", "--sequences", "4"))
     means = [run["summary"]["mean entropy"] for run in facts["runs"]]
     spread = facts["arms"][0]["scores"]["mean entropy"]

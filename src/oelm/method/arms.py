@@ -48,9 +48,7 @@ class OelmConfig:
     offset: float | Mapping[str, float] = 0.0  # identity frames: shift by this share of the width; or {q: ..., k: ...}
     freeze: str | Sequence[str] = ("q", "k")  # roles that take no gradient; () trains both
     bias: str = "zero"  # biases of replaced projections: "zero" or "keep"; frozen with their weight either way
-    layers_to_transform: int | Sequence[int] | str | None = (
-        None  # numbers from 0, "all but the last 2", "every 2nd": 0, 2, ...
-    )
+    layers_to_transform: int | Sequence[int] | str | None = None  # from 0, "all but the last 2" or "every 2nd"
     target_modules: Targets | None = None  # as in PEFT; a mapping names unknown modules (see projections.py)
     exclude_modules: str | Sequence[str] | None = None  # names or a pattern, as in PEFT
     temperature: bool = False  # a trained factor per head on the attention logits
