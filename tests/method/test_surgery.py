@@ -318,7 +318,7 @@ def test_applying_twice_is_an_error():
         ({"gain": -1.0}, "gain: must be a positive number, got -1.0"),
         ({"gain": float("nan")}, "gain: must be a positive number"),
         ({"offset": 1.5}, "offset: must be a fraction of the width"),
-        ({"freeze": "qv"}, "freeze: unknown 'v'"),
+        ({"freeze": "qv"}, "freeze: give any of q and k"),
         ({"bias": "drop"}, "bias: unknown 'drop'"),
         ({"layers_to_transform": "some"}, "layers_to_transform: 'some' is no list of layers"),
         ({"layers_to_transform": [7]}, "layers_to_transform: no layer 7; the model has 0-1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from contextlib import suppress
 from dataclasses import asdict
@@ -115,6 +116,11 @@ def _operate(
     config: RunConfig, job: Job, accelerator: Accelerator, run: Run | None, stopper: Stopper, quiet: bool,
     peak: float | None,
 ) -> dict[str, Any]:  # fmt: skip
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # Else Transformers loads weights in the first process alone, and Accelerate hands them on by building the model
+        # anew from a state dict that shows merged and joined weights as one.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     model, task, lengths = job.build()
     report = apply_oelm(model, config.method.oelm(config.init_seed))
     total = total_steps(config, task)
@@ -127,9 +133,6 @@ def _operate(
     optimizers = make_optimizers(model, config.train)
     if config.system.compile:
         model.compile()
-    if accelerator.distributed_type == DistributedType.FSDP:
-        # Else Accelerate builds the model anew from its state dict, which shows merged and joined weights as one.
-        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     prepared, *wrapped = accelerator.prepare(model, *optimizers)
     if config.system.trackers:
         accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
