@@ -155,6 +155,20 @@ def test_a_copy_is_the_same(copied):
     verify(other)
 
 
+@pytest.mark.parametrize("config", [ALL, OelmConfig(correction="lora", temperature=True)], ids=["oft", "lora"])
+def test_a_double_model_keeps_its_digits_when_merged(config):
+    model, plain = build("bert").double(), build("bert").double()
+    apply_oelm(model, config)
+    with torch.no_grad():
+        for layer in recovered(model):
+            for name in ("temperature", "input_gain", "lora_a", "lora_b"):
+                if name in layer._parameters:
+                    layer._parameters[name].add_(0.1 * torch.randn_like(layer._parameters[name]))
+    plain.load_state_dict(model.state_dict())
+    found, expected = (BATTERY["bert"].outputs(m) for m in (plain, model))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
 def test_what_the_table_cannot_show_is_said_below_it():
     report = apply_oelm(build("bert"), OelmConfig.arm("oelm-unfreeze", correction="oft", block=8, temperature=True))
     assert "on top of the frozen weights: a temperature per head, oft in blocks of 8\n" in str(report)

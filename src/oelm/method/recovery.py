@@ -62,20 +62,21 @@ class Recovered(Leaf):
     def merged(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias of a plain linear layer that does the same."""
         own = {name: gathered(p) for name, p in self._parameters.items() if p is not None}
-        dtype, bias = own["weight"].dtype, own.get("bias")
-        own = {name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for name, tensor in own.items()}
-        weight = own["weight"]
+        dtype = own["weight"].dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        own = {name: tensor.to(exact) for name, tensor in own.items()}
+        weight, bias = own["weight"], own.get("bias")
         if "rotation" in own:
             blocks = weight.unflatten(1, (-1, self.oelm_block))  # (rows, blocks, block)
-            weight = torch.einsum("rkc,kbc->rkb", blocks, self._rotation()).flatten(1)
+            weight = torch.einsum("rkc,kbc->rkb", blocks, self._rotation().to(exact)).flatten(1)
         if "lora_a" in own:
             weight = weight + own["lora_b"] @ own["lora_a"]
         if "input_gain" in own:
             weight = weight * own["input_gain"]
         if "temperature" in own:
             by_row = own["temperature"].repeat_interleave(len(weight) // self.oelm_heads)
-            weight, bias = weight * by_row[:, None], None if bias is None else (bias.float() * by_row).to(dtype)
-        return weight.to(dtype), bias
+            weight, bias = weight * by_row[:, None], None if bias is None else bias * by_row
+        return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def products(self) -> int:
         """Multiplications per token that the correction adds."""
