@@ -1,12 +1,13 @@
 """The verbs as a user types them: output, help and errors."""
 
 import json
+import math
 import re
 import subprocess
 import sys
 
 import pytest
-from report.fake_study import fake_study
+from report.fake_study import COST, fake_study
 from tiny import words_for, write_corpus
 from typer.testing import CliRunner
 
@@ -123,6 +124,23 @@ def test_report_names_every_file_it_wrote_and_the_check_what_differs(tmp_path, m
     page.write_text(page.read_text().replace("ln 1.05", "ln 1.06"))
     error = fails(monkeypatch, capsys, "report", str(tmp_path / "s"), "--check", "-o", str(page))
     assert "differs from its records in 2 places, listed above" in error
+
+
+def test_report_compares_with_another_arm_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "s"
+    fake_study(folder, search=False, noise=0.002)
+    text = run("report", str(folder), "--against", "oelm-random")
+    rows = {line.split()[0]: line for line in text.splitlines() if line}
+    assert "reference" in rows["oelm-random"]
+    cheaper = float(re.search(r"(\S+) \[", rows["baseline"])[1])
+    assert cheaper == pytest.approx(math.exp(-COST["oelm-random"]), abs=0.01)
+    assert "superior" in rows["baseline"]
+    assert "second look" in text
+    assert not (folder / "report.html").exists()
+    error = fails(monkeypatch, capsys, "report", str(folder), "--against", "oelm-r")
+    assert "oelm-r: not an arm of s; it has baseline, oelm" in error
+    error = fails(monkeypatch, capsys, "report", str(folder), "--against", "oelm", "--check")
+    assert "--against: prints only" in error
 
 
 def test_the_studys_own_spelling_is_the_same_run(tmp_path, monkeypatch):

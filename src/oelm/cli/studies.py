@@ -131,9 +131,21 @@ def report(
     latex: Annotated[Path | None, typer.Option(help="also its tables as LaTeX")] = None,
     pdf: Annotated[Path | None, typer.Option(help="also as PDF (needs Chromium)")] = None,
     check: Annotated[bool, typer.Option("--check", help="re-derive every number of a written page")] = False,
+    against: Annotated[
+        str | None, typer.Option(metavar="ARM", help="compare with this arm, not the baseline; prints, writes nothing")
+    ] = None,
 ) -> None:
     """Tables, curves and verdicts of a study on one page that opens offline."""
     folder = _folder(where)
+    if against is not None:
+        if check or out or md or latex or pdf:
+            raise ValueError("--against: prints only, so no --check, --out, --md, --latex or --pdf with it")
+        from ..report.analysis import analyse
+        from ..report.text import arm_lines
+
+        print(arm_lines(analyse(folder, against)))
+        print(f"\nAgainst {against}: a second look at the same runs, not the comparison that the study planned.")
+        return
     page = out or folder / "report.html"
     if check:
         from ..report.check import check_report

@@ -180,10 +180,14 @@ def margin(study: StudyConfig) -> float:
     return math.log(rule.margin) if rule.metric == "loss" else rule.margin_points / 100
 
 
-def analyse(folder: Path) -> Analysis:
-    """Reads a study folder and decides by the rule in its study.json."""
+def analyse(folder: Path, against: str | None = None) -> Analysis:
+    """Reads a study folder and decides by the rule in its study.json, or with another arm as its baseline."""
     folder = folder.resolve()  # its name is the study's
     study, bench = read_study(folder), read_bench(folder)
+    if against is not None:
+        if against not in study.arms:
+            raise ValueError(f"{against}: not an arm of {study.name}; it has {', '.join(study.arms)}")
+        study = study.model_copy(update={"decide": study.decide.model_copy(update={"baseline": against})})
     runs, left_out = read_records(folder, study.decide)
     by_cell = {run.cell: run for run in runs}
     search_cells = search_runs(study)

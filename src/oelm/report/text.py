@@ -69,6 +69,12 @@ def latex(content: Content) -> str:
 
 def verdict_lines(analysis: Analysis) -> str:
     """The table of arms, the verdict and the warnings, for a terminal."""
+    warnings = [f"{notice.weight}: {notice.text}" for notice in notices(analysis)]
+    return "\n\n".join([arm_lines(analysis), sentence(headline(analysis)), *warnings])
+
+
+def arm_lines(analysis: Analysis) -> str:
+    """The tables of arms alone."""
     blocks = []
     for table in arm_tables(analysis):
         rows = [[title for title, _ in table.columns[:7]]]
@@ -76,8 +82,6 @@ def verdict_lines(analysis: Analysis) -> str:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         blocks.append("\n".join([table.title, *lines] if table.title else lines))
-    blocks.append(sentence(headline(analysis)))
-    blocks += [f"{notice.weight}: {notice.text}" for notice in notices(analysis)]
     return "\n\n".join(blocks)
 
 
