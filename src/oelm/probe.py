@@ -72,9 +72,10 @@ class Probed:
 
     @property
     def summary(self) -> dict[str, float]:
-        """One number a score: heads are in no order, so runs can be averaged over nothing finer."""
+        """What can be averaged over runs: layers are in order, but heads are not."""
         flat = {name: [value for layer in layers for value in layer] for name, layers in self.heads.items()}
-        mean = {"mean entropy": math.fsum(flat["entropy"]) / len(flat["entropy"])}
+        entropy = {"mean entropy": flat["entropy"], "first layer's entropy": self.heads["entropy"][0]}
+        mean = {name: math.fsum(values) / len(values) for name, values in entropy.items()}
         best = {f"best {name}": max(values) for name, values in flat.items() if name != "entropy"}
         return mean | best | {f"{name} accuracy": value for name, value in self.accuracy.items()}
 

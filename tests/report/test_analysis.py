@@ -12,6 +12,7 @@ from report.fake_study import COST, fake_study
 from oelm.report.analysis import Arm, Setting, _decided, analyse
 from oelm.report.answers import answers_table
 from oelm.report.content import content
+from oelm.report.heads import heads_table
 from oelm.report.notices import notices
 from oelm.report.text import markdown, sentence, verdict_lines
 from oelm.report.timing import baseline_time_table
@@ -362,6 +363,33 @@ def test_a_crash_in_the_search_leaves_the_rate_open_as_the_plan_does(tmp_path):
     edit(crashed, status="failed", error="Traceback (most recent call last):\nMemoryError")
     assert "oelm (learning rate not chosen yet)" in said(tmp_path / "s", "warning")
     assert [group.arm for group in planned(read_study(tmp_path / "s"))[1]] == ["oelm"]
+
+
+def test_what_the_probe_found_stands_on_the_page_by_arm(tmp_path):
+    fake_study(tmp_path / "s", seeds=3, search=False)
+    assert heads_table(analyse(tmp_path / "s")) is None
+    probed = []
+    for i, path in enumerate(sorted((tmp_path / "s").glob("oelm-lr*/run.json"))):
+        summary = {"mean entropy": 2.0 + i, "induction accuracy": 0.25}
+        probed.append({"id": json.loads(path.read_text())["id"], "summary": summary, "uniform_entropy": 4.5})
+
+    def write(runs):
+        (tmp_path / "s" / "probe.json").write_text(json.dumps({"runs": runs, "arms": []}))
+        return heads_table(analyse(tmp_path / "s"))
+
+    table = write(probed)
+    (row,) = table.rows
+    assert [title for title, _ in table.columns] == ["Arm", "Mean entropy", "Induction accuracy"]
+    assert row[1].order == 3.0
+    assert set(row[1].main[0].runs) == {run["id"] for run in probed}
+    assert row[2].main[0].text == "25.0%"
+    assert "4.500 nats" in table.note
+    assert "## Where the heads look" in markdown(content(analyse(tmp_path / "s")))
+    assert write(probed[:2]).rows[0][0].sub == ("2 of 3 runs probed",)
+    with pytest.raises(ValueError, match="holds none of the runs that this study compares"):
+        write([probed[0] | {"id": "other"}])
+    with pytest.raises(ValueError, match=r"probe\.json: .*oelm probe"):
+        write([{"id": "x"}])
 
 
 def test_what_is_no_study_or_no_benchmark_is_one_clear_line(tmp_path):

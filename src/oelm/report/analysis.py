@@ -14,7 +14,7 @@ import numpy as np
 from ..study import stats
 from ..study.plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
 from ..study.watch import read_study
-from .records import Bench, LeftOut, Measured, read_bench, read_records
+from .records import Bench, LeftOut, Measured, Probe, read_bench, read_probe, read_records
 
 ENOUGH = 6  # pairs: with fewer no sign-flip p below 0.05 exists
 
@@ -114,6 +114,7 @@ class Analysis:
     diverged: tuple[LeftOut, ...]  # runs of the search whose learning rate is out: a result, if not a number
     strays: tuple[str, ...]  # folders of finished runs that are not in the plan, or there a second time
     bench: Bench | None
+    probe: Probe | None
 
     @property
     def margin(self) -> float:
@@ -183,7 +184,7 @@ def margin(study: StudyConfig) -> float:
 def analyse(folder: Path, against: str | None = None) -> Analysis:
     """Reads a study folder and decides by the rule in its study.json, or with another arm as its baseline."""
     folder = folder.resolve()  # its name is the study's
-    study, bench = read_study(folder), read_bench(folder)
+    study, bench, probe = read_study(folder), read_bench(folder), read_probe(folder)
     if against is not None:
         if against not in study.arms:
             raise ValueError(f"{against}: not an arm of {study.name}; it has {', '.join(study.arms)}")
@@ -212,7 +213,7 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     strays = tuple(run.folder for run in runs if run.folder not in used)
     planned = len(search_cells) + len(arms) * len(study.seeds)
     decided = _decided(study, settings)
-    return Analysis(study, decided, tuple(search), tuple(compare), planned, lost, out, strays, bench)
+    return Analysis(study, decided, tuple(search), tuple(compare), planned, lost, out, strays, bench, probe)
 
 
 def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured]) -> dict[Group, float]:

@@ -9,6 +9,7 @@ from .answers import answers_table
 from .design import design_table
 from .details import claims_table, difference_table, environments, facts, published_table, rate_table, rule, run_table
 from .elements import Piece, Table
+from .heads import heads_table
 from .notices import Notice, notices
 from .tables import Clause, arm_tables, headline
 from .timing import baseline_time_table, timing_table
@@ -23,7 +24,7 @@ class Content:
     facts: list[tuple[tuple[Piece, ...], str]]
     notices: list[Notice]
     arms: list[Table]  # one for each corpus and size
-    more: list[Table]  # answers, timing, published rows, differences: those there is something for
+    more: list[Table]  # answers, timing, heads, published rows, differences: those there is something for
     rates: Table | None
     runs: Table
     rule: list[str]
@@ -35,6 +36,7 @@ def content(analysis: Analysis) -> Content:
         answers_table,
         timing_table,
         baseline_time_table,
+        heads_table,
         published_table,
         difference_table,
         design_table,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from ..study.plan import Decide
 from ..study.watch import Seen, diverged
 
 BINS = 100  # points of a stored loss curve
+File = TypeVar("File", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,35 @@ class Bench(BaseModel):
     arms: dict[str, BenchArm]
 
 
+class ProbedRun(BaseModel):
+    """One run of `oelm probe -f json`."""
+
+    id: str
+    summary: dict[str, float]
+    uniform_entropy: float = Field(gt=0)  # nats
+
+
+class Probe(BaseModel):
+    """probe.json: where the heads of its runs look, which a study folder may hold."""
+
+    runs: list[ProbedRun]
+
+
 def read_bench(folder: Path) -> Bench | None:
-    path = folder / "bench.json"
+    return _read(folder / "bench.json", Bench, "oelm bench step -f json")
+
+
+def read_probe(folder: Path) -> Probe | None:
+    return _read(folder / "probe.json", Probe, "oelm probe -f json")
+
+
+def _read(path: Path, kind: type[File], writer: str) -> File | None:
     if not path.exists():
         return None
     try:
-        return Bench.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        line = validation_line(error, Bench, str(path))
-        raise ValueError(f"{line}; write it with `oelm bench step -f json`") from None
+        raise ValueError(f"{validation_line(error, kind, str(path))}; write it with `{writer}`") from None
 
 
 def read_records(folder: Path, decide: Decide) -> tuple[list[Measured], list[LeftOut]]:
