@@ -341,6 +341,20 @@ def test_time_to_the_baselines_loss_is_read_off_the_mean_evaluations(tmp_path):
     assert seconds["oelm"] == pytest.approx(0.8, rel=0.02)
     assert ratios["oelm"] == pytest.approx(0.2, rel=0.03)
     assert rows["oelm-random"][3].main == ("n/a",)
+    finer = {name: row[5].order for name, row in rows.items()}
+    assert 150 <= finer["baseline"] <= 200  # the curve is noisy, and flat in the end
+    assert 40 < finer["oelm"] <= 80  # between the last evaluation above the target and the first below
+    assert finer["oelm-random"] is None
+    assert rows["oelm"][6].main == ("–",)  # without times in turns
+    timed = {"baseline": {"median_step": 0.02, "ratio": 1.0, "ceiling": 0.0},
+             "oelm": {"median_step": 0.01, "ratio": 0.5, "ceiling": 0.6}}  # fmt: skip
+    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": timed}))
+    turns = {row[0].main[0]: row[6].order for row in baseline_time_table(analyse(tmp_path / "s")).rows}
+    assert turns == {
+        "baseline": 1.0,
+        "oelm": pytest.approx(0.5 * finer["oelm"] / finer["baseline"]),
+        "oelm-random": None,
+    }
 
 
 def test_an_arm_whose_every_rate_diverged_is_said_and_stops_nobody(tmp_path):

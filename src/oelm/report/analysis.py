@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..study import stats
 from ..study.plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
@@ -60,6 +61,12 @@ class Arm:
     @property
     def ids(self) -> tuple[str, ...]:
         return tuple(run.id for run in self.runs)
+
+    @property
+    def curves(self) -> NDArray[np.float64]:
+        """Training losses, seeds x points, as far as all seeds go."""
+        size = min(run.curve.size for run in self.runs)
+        return np.stack([run.curve[:size] for run in self.runs])
 
     @property
     def step_seconds(self) -> float | None:
