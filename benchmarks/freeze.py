@@ -18,9 +18,9 @@ from machine import save
 from oelm.config import load_config
 from oelm.study.bench import bench_step, table
 
-ARMS = ["baseline", "oelm", "oelm-q", "oelm-identity-q", "oelm-slices"]
+ARMS = ["baseline", "oelm", "oelm-q", "oelm-identity-q", "oelm-slices", "oelm-slices-gains"]
 # Products of (tokens x d) with (d x d) that each arm drops per layer: of 6 for q and k in a training step.
-REMOVED = {"oelm": 2, "oelm-q": 1, "oelm-identity-q": 3, "oelm-slices": 6}
+REMOVED = {"oelm": 2, "oelm-q": 1, "oelm-identity-q": 3, "oelm-slices": 6, "oelm-slices-gains": 6}
 
 
 def product_seconds(tokens: int, width: int, repeats: int = 30) -> float:

@@ -137,6 +137,11 @@ def test_report_compares_with_another_arm_and_writes_nothing(tmp_path, monkeypat
     assert "superior" in rows["baseline"]
     assert "second look" in text
     assert not (folder / "report.html").exists()
+    assert "corrected within this look only" in text
+    next(folder.glob("oelm-q-*/run.json")).write_text("{")
+    assert "warning: Damaged" in run("report", str(folder), "--against", "oelm-random")
+    error = fails(monkeypatch, capsys, "report", str(folder), "--against", "baseline")
+    assert "the study's own baseline" in error
     error = fails(monkeypatch, capsys, "report", str(folder), "--against", "oelm-r")
     assert "oelm-r: not an arm of s; it has baseline, oelm" in error
     error = fails(monkeypatch, capsys, "report", str(folder), "--against", "oelm", "--check")

@@ -144,7 +144,10 @@ def test_probing_runs_from_the_command_line(tmp_path, monkeypatch):
     assert len(rows) == 3  # runs that differ in their seed are one arm, and a run named twice is one run
     assert rows[1].split()[:2] == ["oelm-lr0.001", "2"]
     assert rows[2].startswith("entropy of uniform attention: ")
-    facts = json.loads(oelm("probe", str(out[0]), str(out[1]), "-f", "json", "--sequences", "4"))
+    facts = json.loads(
+        oelm("probe", str(out[0]), str(out[1]), "-f", "json", "--sequences", "4", "-o", str(tmp_path / "probe.json"))
+    )
+    assert json.loads((tmp_path / "probe.json").read_text()) == facts
     means = [run["summary"]["mean entropy"] for run in facts["runs"]]
     spread = facts["arms"][0]["scores"]["mean entropy"]
     assert spread["mean"] == pytest.approx(sum(means) / 2)

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -341,20 +342,50 @@ def test_time_to_the_baselines_loss_is_read_off_the_mean_evaluations(tmp_path):
     assert seconds["oelm"] == pytest.approx(0.8, rel=0.02)
     assert ratios["oelm"] == pytest.approx(0.2, rel=0.03)
     assert rows["oelm-random"][3].main == ("n/a",)
-    finer = {name: row[5].order for name, row in rows.items()}
-    assert 150 <= finer["baseline"] <= 200  # the curve is noisy, and flat in the end
-    assert 40 < finer["oelm"] <= 80  # between the last evaluation above the target and the first below
-    assert finer["oelm-random"] is None
-    assert rows["oelm"][6].main == ("–",)  # without times in turns
-    timed = {"baseline": {"median_step": 0.02, "ratio": 1.0, "ceiling": 0.0},
-             "oelm": {"median_step": 0.01, "ratio": 0.5, "ceiling": 0.6}}  # fmt: skip
-    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": timed}))
-    turns = {row[0].main[0]: row[6].order for row in baseline_time_table(analyse(tmp_path / "s")).rows}
-    assert turns == {
-        "baseline": 1.0,
-        "oelm": pytest.approx(0.5 * finer["oelm"] / finer["baseline"]),
-        "oelm-random": None,
-    }
+
+
+def set_curves(folder, arm, loss):
+    """Every run of an arm gets the training losses loss(seed, step)."""
+    for run in folder.glob(f"{arm}-lr*"):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        seed, step = json.loads((run / "run.json").read_text())["config"]["init_seed"], 0
+        for line in lines:
+            if line["kind"] == "train":
+                line["loss"] = [loss(seed, step + i) for i in range(len(line["loss"]))]
+                step += len(line["loss"])
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_steps_to_the_baselines_training_loss_come_with_a_bootstrap_interval(tmp_path):
+    folder = tmp_path / "s"
+    fake_study(folder, seeds=4, search=False, cost={"baseline": 0.0, "oelm": 0.0, "oelm-random": 0.0, "oelm-q": 0.0})
+    set_curves(folder, "baseline", lambda seed, step: 5 - step / 100)  # 3.0 after 200 steps
+    set_curves(folder, "oelm", lambda seed, step: 5 - step / 50)  # there after half of them
+    set_curves(folder, "oelm-random", lambda seed, step: 6 - step / 100)  # never
+    set_curves(folder, "oelm-q", lambda seed, step: 4.9 - step / 100 + (0.4 if seed == 3 else 0.0))  # by three of four
+    rows = {row[0].main[0]: row[5] for row in baseline_time_table(analyse(folder)).rows}
+    assert rows["baseline"].order == 1
+    assert rows["oelm"].order == pytest.approx(0.52, abs=0.03)  # a mean over 10 steps lags behind
+    assert [p.text for p in rows["oelm"].sub if not isinstance(p, str)] == [rows["oelm"].main[0].text] * 2
+    assert rows["oelm-random"].main == ("n/a",)
+    assert rows["oelm-q"].sub[-2] == "never"
+    set_curves(folder, "oelm", lambda seed, step: 5 - step / 50 if step < 150 else 5.0)  # there, and away again
+    rows = {row[0].main[0]: row[5] for row in baseline_time_table(analyse(folder)).rows}
+    assert rows["oelm"].main == ("n/a",)
+
+
+@pytest.mark.parametrize("points", [0, 2])
+def test_a_run_too_short_for_its_curve_does_not_stop_the_page(tmp_path, points):
+    """As one that ends by max_time long before its max_steps."""
+    fake_study(tmp_path / "s", seeds=2, search=False)
+    analysis = analyse(tmp_path / "s")
+    (setting,) = analysis.settings
+    cut = replace(setting.arms[1], runs=tuple(replace(r, curve=r.curve[:points]) for r in setting.arms[1].runs))
+    short = replace(analysis, settings=(replace(setting, arms=(setting.arms[0], cut)),))
+    assert baseline_time_table(short).rows[1][5].main == ("n/a",)
+    base = replace(setting.arms[0], runs=tuple(replace(r, curve=r.curve[:points]) for r in setting.arms[0].runs))
+    short = replace(analysis, settings=(replace(setting, arms=(base, setting.arms[1])),))
+    assert baseline_time_table(short).rows[1][5].main == ("–",)
 
 
 def test_an_arm_whose_every_rate_diverged_is_said_and_stops_nobody(tmp_path):
@@ -392,16 +423,25 @@ def test_what_the_probe_found_stands_on_the_page_by_arm(tmp_path):
         return heads_table(analyse(tmp_path / "s"))
 
     table = write(probed)
-    (row,) = table.rows
+    row = next(row for row in table.rows if row[0].main == ("oelm",))
     assert [title for title, _ in table.columns] == ["Arm", "Mean entropy", "Induction accuracy"]
     assert row[1].order == 3.0
     assert set(row[1].main[0].runs) == {run["id"] for run in probed}
     assert row[2].main[0].text == "25.0%"
     assert "4.500 nats" in table.note
     assert "## Where the heads look" in markdown(content(analyse(tmp_path / "s")))
-    assert write(probed[:2]).rows[0][0].sub == ("2 of 3 runs probed",)
-    with pytest.raises(ValueError, match="holds none of the runs that this study compares"):
-        write([probed[0] | {"id": "other"}])
+    assert "probe.json lacks runs of baseline, oelm-random, oelm-q;" in said(tmp_path / "s", "note")
+    part = {row[0].main[0]: row for row in write(probed[:2]).rows}
+    assert part["oelm"][0].sub == ("2 of 3 runs probed",)
+    assert part["oelm-q"][1].main == ("–",)
+    sure = [run | {"summary": {"recall accuracy": i / 2}} for i, run in enumerate(probed)]
+    assert [p.value for p in write(sure).rows[1][1].sub if not isinstance(p, str)] == [0, 1]  # a share, not beyond
+    assert write([probed[0] | {"id": "other"}]) is None
+    assert "probe.json lacks runs of baseline, oelm, oelm-random" in said(tmp_path / "s", "note")
+    with pytest.raises(ValueError, match=r"probe\.json: .*twice.*oelm probe"):
+        write([probed[0], probed[0]])
+    with pytest.raises(ValueError, match=r"probe\.json: .*finite.*oelm probe"):
+        write([probed[0] | {"summary": {"mean entropy": float("nan")}}])
     with pytest.raises(ValueError, match=r"probe\.json: .*oelm probe"):
         write([{"id": "x"}])
 

@@ -98,18 +98,25 @@ def verify(run: Annotated[str, typer.Argument(help="a run folder")]) -> None:
         print(line)
 
 
-@app.command(epilog=examples("oelm probe runs/debug", "oelm probe runs/probe-recall -f json > probe.json"))
+@app.command(epilog=examples("oelm probe runs/debug", "oelm probe runs/probe-recall -o runs/probe-recall/probe.json"))
 def probe(
     runs: Annotated[list[Path], typer.Argument(help="run folders, or a study's folder", metavar="RUN...")],
     sequences: Annotated[int, typer.Option(help="windows of validation text to look at", min=1)] = 20,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="also write every head as JSON; a report reads FOLDER/probe.json")
+    ] = None,
     form: Format = "text",
 ) -> None:
     """Where each head of a trained GPT looks: entropy, previous token, induction, recall. Several runs: by arm."""
     json_wanted = is_json(form)
     from ..probe import arm_table, find_runs, head_table, probe_run, to_json
+    from ..record import write_atomically
 
     probed = [probe_run(folder, sequences) for folder in find_runs(runs)]
+    facts = json.dumps(to_json(probed), indent=1)
+    if out:
+        write_atomically(out, facts)
     if json_wanted:
-        print(json.dumps(to_json(probed), indent=1))
+        print(facts)
     else:
         print(head_table(probed[0]) if len(probed) == 1 else arm_table(probed))

@@ -141,10 +141,14 @@ def report(
         if check or out or md or latex or pdf:
             raise ValueError("--against: prints only, so no --check, --out, --md, --latex or --pdf with it")
         from ..report.analysis import analyse
-        from ..report.text import arm_lines
+        from ..report.text import arm_lines, notice_lines
 
+        planned = analyse(folder)
+        if against == planned.study.decide.baseline:
+            raise ValueError(f"--against {against}: the study's own baseline; leave --against out")
         print(arm_lines(analyse(folder, against)))
-        print(f"\nAgainst {against}: a second look at the same runs, not the comparison that the study planned.")
+        print(f"\nAgainst {against}: a second look at the same runs, not the comparison that the study planned;")
+        print("\n\n".join(["p values are corrected within this look only.", *notice_lines(planned)]))
         return
     page = out or folder / "report.html"
     if check:

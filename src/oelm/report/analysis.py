@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..study import stats
 from ..study.plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
 from ..study.watch import read_study
-from .records import Bench, LeftOut, Measured, Probe, read_bench, read_probe, read_records
+from .records import Bench, LeftOut, Measured, Probe, ProbedRun, read_bench, read_probe, read_records
 
 ENOUGH = 6  # pairs: with fewer no sign-flip p below 0.05 exists
 
@@ -61,12 +60,6 @@ class Arm:
     @property
     def ids(self) -> tuple[str, ...]:
         return tuple(run.id for run in self.runs)
-
-    @property
-    def curves(self) -> NDArray[np.float64]:
-        """Training losses, seeds x points, as far as all seeds go."""
-        size = min(run.curve.size for run in self.runs)
-        return np.stack([run.curve[:size] for run in self.runs])
 
     @property
     def step_seconds(self) -> float | None:
@@ -132,6 +125,11 @@ class Analysis:
 
     def runs(self) -> list[Measured]:
         return [run for _, run in (*self.search, *self.compare)]
+
+    def probed(self, arm: Arm) -> list[ProbedRun]:
+        """What probe.json has of an arm's runs."""
+        found = {run.id: run for run in self.probe.runs} if self.probe else {}
+        return [found[run.id] for run in arm.runs if run.id in found]
 
     def savings(self) -> list[Saving]:
         """From bench.json, timed in turns; without one from the runs' own clocks, which are no fair comparison."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..study import stats
 from .analysis import Analysis, Arm, Setting, accuracy, comparable
 from .elements import EMPTY, Cell, Number, Table, interval, p_text
-from .tables import arm_index, number_key
+from .tables import arm_cell, number_key
 
 
 def answers_table(analysis: Analysis) -> Table | None:
@@ -34,7 +34,7 @@ def answers_table(analysis: Analysis) -> Table | None:
 
 def _row(analysis: Analysis, setting: Setting, arm: Arm, split: str) -> tuple[Cell, ...]:
     key, rule = f"{number_key(setting, arm)}.answers.{split}", analysis.study.decide
-    name = Cell((arm.name,), (setting.title,) if setting.title else (), "arm", arm_index(analysis, arm.name))
+    name = arm_cell(analysis, arm.name, setting.title)
     place = Cell((split,), ("decides",) if split == (rule.split or "validation") else ())
     found = accuracy(arm.runs, split, rule.confidence)
     if found is None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..study.plan import Cell as Planned
 from .analysis import Analysis
 from .elements import Cell, Table
-from .tables import arm_index
+from .tables import arm_cell
 
 OWN = ("init_seed", "data_seed", "train.lr")  # differ from run to run by design; they have tables of their own
 
@@ -26,7 +26,7 @@ def design_table(analysis: Analysis) -> Table | None:
     for arm in analysis.study.arms:
         if mine := [c for c in cells if c.group.arm == arm]:
             own = _without(_same(mine), shared)
-            rows.append((Cell((arm,), tone="arm", swatch=arm_index(analysis, arm)), Cell((_spelled(own),))))
+            rows.append((arm_cell(analysis, arm), Cell((_spelled(own),))))
     note = "Settings of a run, as oelm ls settings explains them; oelm ls has the arms. The rest is at its default."
     return Table("design", "What was run", (("Of", ""), ("Settings", "")), tuple(rows), note)
 

@@ -11,7 +11,7 @@ from ..study.published import DOUBTS, PUBLISHED, Published
 from .analysis import ENOUGH, Analysis, Arm, Comparison, Setting
 from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
 from .records import Measured
-from .tables import arm_index, effect, number_key
+from .tables import arm_cell, effect, number_key
 
 
 def published_table(analysis: Analysis) -> Table | None:
@@ -77,7 +77,7 @@ def _published_row(
         change = row.value / base.value if row.metric == "ppl" else row.value - base.value
         claimed = Cell((Number(f"{key}.claimed", change, format(change, ".3f" if row.metric == "ppl" else "+.2f")),))
     return (
-        Cell((arm.name,), (setting.title,) if setting.title else (), "arm", arm_index(analysis, arm.name)),
+        arm_cell(analysis, arm.name, setting.title),
         Cell((row.id,), (f"{row.dataset}, lr {row.lr:g}",)),
         Cell((Number(f"{key}.value", row.value, f"{row.value:.2f}{unit}"),)),
         measured,
@@ -100,7 +100,7 @@ def difference_table(analysis: Analysis) -> Table | None:
             return Cell(interval(f"{key}.{name}", (low, high), form, runs))
 
         rows.append((
-            Cell((arm.name,), (setting.title,) if setting.title else (), "arm", arm_index(analysis, arm.name)),
+            arm_cell(analysis, arm.name, setting.title),
             Cell((Number(f"{key}.n", p.n, f"{p.n}", c.runs),)),
             Cell((Number(f"{key}.mean", scale * p.mean, format(scale * p.mean, form), c.runs),)),
             bounds("t", p.t),
@@ -144,7 +144,7 @@ def rate_table(analysis: Analysis) -> Table | None:
             key, found = f"{number_key(setting, arm)}.search", arm.search
             for lr, spread in found.choice.curve.items():
                 rows.append((
-                    Cell((arm.name,), (setting.title,) if setting.title else (), "arm", arm_index(analysis, arm.name)),
+                    arm_cell(analysis, arm.name, setting.title),
                     Cell((Number(f"{key}.{lr:g}.lr", lr, f"{lr:g}", found.runs[lr]),)),
                     Cell((Number(f"{key}.{lr:g}.loss", spread.mean, f"{spread.mean:.4f}", found.runs[lr]),)),
                     Cell((Number(f"{key}.{lr:g}.n", spread.n, f"{spread.n}", found.runs[lr]),)),
@@ -181,7 +181,7 @@ def _run_row(analysis: Analysis, cell: Planned, run: Measured) -> tuple[Cell, ..
         level = number("accuracy", 1 - run.value, f"{1 - run.value:.2%}")
     return (
         Cell((run.id,), tone="run"),
-        Cell((cell.group.arm,), (place,) if place else (), "arm", arm_index(analysis, cell.group.arm)),
+        arm_cell(analysis, cell.group.arm, place),
         Cell((cell.stage,)),
         number("seed", run.seed, f"{run.seed}"),
         number("lr", run.lr, f"{run.lr:g}"),

@@ -32,6 +32,7 @@ def notices(analysis: Analysis) -> list[Notice]:
         *_edges(analysis),
         *_savings(analysis, "noise"),
         *_machines(analysis),
+        *_unprobed(analysis),
     ]
     return [Notice("warning", text) for text in warnings] + [Notice("note", text) for text in notes]
 
@@ -156,6 +157,14 @@ def _machines(analysis: Analysis) -> list[str]:
     differing = sorted(key for key in found[0] if len({json.dumps(e.get(key)) for e in found}) > 1)
     what = "version of the source" if differing == ["git"] else ", ".join(differing)
     return [f"The runs come from {len(found)} environments, which differ in: {what}; see “Where it ran”."]
+
+
+def _unprobed(analysis: Analysis) -> list[str]:
+    arms = [(setting, arm) for setting in analysis.settings for arm in setting.arms]
+    lacking = [_at(arm.name, setting.title) for setting, arm in arms if len(analysis.probed(arm)) < len(arm.runs)]
+    if not analysis.probe or not lacking:
+        return []
+    return [f"probe.json lacks runs of {_listed(lacking)}; write it anew with oelm probe FOLDER -o FOLDER/probe.json."]
 
 
 def _at(arm: str, title: str) -> str:

@@ -267,8 +267,9 @@ def _inline(svg: str, description: str) -> str:
 
 def _stacked(arm: Arm) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(steps, seeds x training losses), as far as all seeds go."""
-    curves = arm.curves
-    return (np.arange(curves.shape[1], dtype=np.float64) + 0.5) * arm.runs[0].stride, curves
+    size = min(run.curve.size for run in arm.runs)
+    steps = (np.arange(size, dtype=np.float64) + 0.5) * arm.runs[0].stride
+    return steps, np.stack([run.curve[:size] for run in arm.runs])
 
 
 def _evaluated(arm: Arm) -> tuple[list[int], NDArray[np.float64]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_validator
 
 from .. import record
 from ..config import RunConfig, validation_line
@@ -19,7 +20,7 @@ from ..study.plan import Decide
 from ..study.watch import Seen, diverged
 
 BINS = 100  # points of a stored loss curve
-File = TypeVar("File", bound=BaseModel)
+Extra = TypeVar("Extra", bound=BaseModel)  # a file beside the runs
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class ProbedRun(BaseModel):
     """One run of `oelm probe -f json`."""
 
     id: str
-    summary: dict[str, float]
-    uniform_entropy: float = Field(gt=0)  # nats
+    summary: dict[str, FiniteFloat]
+    uniform_entropy: FiniteFloat = Field(gt=0)  # nats
 
 
 class Probe(BaseModel):
@@ -92,16 +93,23 @@ class Probe(BaseModel):
 
     runs: list[ProbedRun]
 
+    @field_validator("runs")
+    @classmethod
+    def _once(cls, runs: list[ProbedRun]) -> list[ProbedRun]:
+        if twice := sorted(run for run, times in Counter(run.id for run in runs).items() if times > 1):
+            raise ValueError(f"holds {twice[0]} twice")
+        return runs
+
 
 def read_bench(folder: Path) -> Bench | None:
     return _read(folder / "bench.json", Bench, "oelm bench step -f json")
 
 
 def read_probe(folder: Path) -> Probe | None:
-    return _read(folder / "probe.json", Probe, "oelm probe -f json")
+    return _read(folder / "probe.json", Probe, "oelm probe FOLDER -o FILE")
 
 
-def _read(path: Path, kind: type[File], writer: str) -> File | None:
+def _read(path: Path, kind: type[Extra], writer: str) -> Extra | None:
     if not path.exists():
         return None
     try:

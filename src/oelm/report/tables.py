@@ -168,6 +168,12 @@ def _settled(analysis: Analysis, name: str, places: list[tuple[Setting, Comparis
     return (f"{name}{where} ({before}", *span, f"{after})")
 
 
+def arm_cell(analysis: Analysis, name: str, *said: str) -> Cell:
+    """An arm's name in its colour, and below it where, or what else there is to say."""
+    below = " · ".join(filter(None, said))
+    return Cell((name,), (below,) if below else (), "arm", arm_index(analysis, name))
+
+
 def arm_index(analysis: Analysis, name: str) -> int | None:
     return list(analysis.study.arms).index(name) if name in analysis.study.arms else None
 

@@ -69,8 +69,11 @@ def latex(content: Content) -> str:
 
 def verdict_lines(analysis: Analysis) -> str:
     """The table of arms, the verdict and the warnings, for a terminal."""
-    warnings = [f"{notice.weight}: {notice.text}" for notice in notices(analysis)]
-    return "\n\n".join([arm_lines(analysis), sentence(headline(analysis)), *warnings])
+    return "\n\n".join([arm_lines(analysis), sentence(headline(analysis)), *notice_lines(analysis)])
+
+
+def notice_lines(analysis: Analysis) -> list[str]:
+    return [f"{notice.weight}: {notice.text}" for notice in notices(analysis)]
 
 
 def arm_lines(analysis: Analysis) -> str:

@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from ..study.watch import duration_text
 from .analysis import Analysis, Arm, Setting
-from .elements import EMPTY, Cell, Number, Table, interval, seconds_text
-from .tables import arm_index, number_key
+from .elements import EMPTY, Cell, Number, Piece, Table, interval, seconds_text
+from .tables import arm_cell, number_key
 
 POSSIBLE = {"possible": "below the ceiling", "noise": "? above, perhaps noise", "impossible": "✕ above the ceiling"}
 NEVER = Cell(("n/a",), tone="quiet")
-SMOOTHED = 20  # a training loss is the mean over one part in so many of the training
+PARTS = 20  # a training loss is the mean over one of so many parts of the training
+RESAMPLES = 1000
 
 
 def timing_table(analysis: Analysis) -> Table | None:
@@ -22,7 +23,7 @@ def timing_table(analysis: Analysis) -> Table | None:
     for row in analysis.savings():
         key = f"timing.{row.where}.{row.arm}"
         rows.append((
-            Cell((row.arm,), (row.where,) if row.where else (), tone="arm", swatch=arm_index(analysis, row.arm)),
+            arm_cell(analysis, row.arm, row.where),
             Cell((Number(f"{key}.step", row.seconds, seconds_text(row.seconds), row.runs),)),
             Cell((Number(f"{key}.saving", row.saving, f"{row.saving:.1%}", row.runs),),
                  interval(f"{key}.saving", row.interval, ".1%", row.runs)),
@@ -55,14 +56,14 @@ def baseline_time_table(analysis: Analysis) -> Table | None:
         ("Step", "of the first evaluation at which the arm's mean over seeds is at or below the target"),
         ("Training time", "until then: the runs' own clocks, evaluation and checkpoints left out, mean over seeds"),
         ("÷ baseline's", "training time against the baseline's own"),
-        ("Step by training loss", "from which on the training loss, mean over seeds and over a twentieth of the "
-                                  "steps, stays at or below the baseline's at its end"),
-        ("Time in turns", "until that step, against the baseline's, with step times taken in turns (oelm bench step)"),
+        ("Steps by training loss", "÷ the baseline's: until the training loss, mean over seeds and over a twentieth of "
+                                   "the steps, stays at or below the baseline's at its end; the interval is a "
+                                   "bootstrap over paired seeds"),
     )  # fmt: skip
     note = (
-        "Read at evaluations, so no finer than their interval, and finer by the training loss; n/a: never reached in "
-        "this many steps. The seconds are those of separate processes and of whatever else their machine did: the "
-        "steps, and times in turns, are the fair comparison."
+        "Read at evaluations, so no finer than their interval; n/a: never reached in this many steps. The seconds are "
+        "those of separate processes and of whatever else their machine did: the steps are the fair comparison. The "
+        "last column has a target of its own, the baseline's training loss at its end, and is not bound to evaluations."
     )
     return Table("reached", "Time to the baseline's loss", columns, tuple(rows), note) if rows else None
 
@@ -81,40 +82,52 @@ def _reached(arm: Arm, target: float) -> tuple[int, float] | None:
     return step, statistics.fmean(spent for run in arm.runs for at, _, spent in run.evals if at == step)
 
 
-def _trained(arm: Arm, base: Arm) -> int | None:
-    """The step from which on the training loss, smoothed, stays as low as the baseline's at its end."""
-    window = max(1, base.curves.shape[1] // SMOOTHED)
+def _steps_cell(analysis: Analysis, arm: Arm, base: Arm, key: str, ids: tuple[str, ...]) -> Cell:
+    """The steps that an arm needs by its training loss, over the baseline's."""
+    ours, theirs = ({run.seed: run.curve for run in a.runs} for a in (arm, base))
+    seeds = sorted(ours.keys() & theirs.keys())
+    window = min((theirs[seed].size for seed in seeds), default=0) // PARTS
+    same_stride = len({run.stride for run in (*arm.runs, *base.runs)}) == 1
+    if analysis.study.decide.metric != "loss" or not window or not same_stride:
+        return EMPTY
+    if min(ours[seed].size for seed in seeds) < window:
+        return NEVER
+    drawn = np.random.default_rng(0).integers(len(seeds), size=(RESAMPLES, len(seeds)))
+    drawn = np.vstack([np.arange(len(seeds)), drawn])  # the seeds themselves, then resamples of them
 
-    def smooth(curves: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.convolve(curves.mean(axis=0), np.full(window, 1 / window), "valid")
+    def smooth(curves: dict[int, NDArray[np.float64]]) -> NDArray[np.float64]:  # (resamples, points)
+        size = min(curves[seed].size for seed in seeds)
+        sums = np.stack([curves[seed][:size] for seed in seeds])[drawn].mean(axis=1).cumsum(axis=1)
+        sums = np.pad(sums, ((0, 0), (1, 0)))
+        return (sums[:, window:] - sums[:, :-window]) / window
 
-    ours = smooth(arm.curves)
-    above = np.flatnonzero(ours > smooth(base.curves)[-1])
-    first = int(above[-1]) + 1 if above.size else 0
-    return (first + window) * arm.runs[0].stride if first < ours.size else None
+    target = smooth(theirs)[:, -1:]
 
+    def reached(losses: NDArray[np.float64]) -> NDArray[np.float64]:  # points until the target is kept; inf: never
+        kept = np.logical_and.accumulate((losses <= target)[:, ::-1], axis=1).sum(axis=1)
+        return np.where(kept > 0, losses.shape[1] - kept + window, np.inf)
 
-def _trained_cells(analysis: Analysis, arm: Arm, base: Arm, key: str, ids: tuple[str, ...]) -> tuple[Cell, Cell]:
-    step, reference = _trained(arm, base), _trained(base, base)
-    if step is None or reference is None:
-        return NEVER, NEVER
-    shown = Cell((Number(f"{key}.trained", step, f"{step:,}", ids),))
-    timed = analysis.bench.arms.get(arm.name) if analysis.bench and analysis.bench.reference == base.name else None
-    if timed is None:
-        return shown, EMPTY
-    share = step / reference * timed.ratio
-    return shown, Cell((Number(f"{key}.turns", share, f"{share:.2f}", ids),))
+    ratios = reached(smooth(ours)) / reached(smooth(theirs))
+    tail = (1 - analysis.study.decide.confidence) / 2
+    ends = np.quantile(ratios[1:], [tail, 1 - tail], method="nearest")
+
+    def piece(name: str, value: float, never: str) -> Piece:
+        return Number(f"{key}.{name}", float(value), f"{value:.2f}", ids) if np.isfinite(value) else never
+
+    between = ("[", piece("steps.low", ends[0], "never"), ", ", piece("steps.high", ends[1], "never"), "]")
+    said = len(seeds) > 1 and arm is not base and np.isfinite(ends[0])
+    return Cell((piece("steps", ratios[0], "n/a"),), between if said else ())
 
 
 def _reached_row(analysis: Analysis, setting: Setting, arm: Arm, target: float) -> tuple[Cell, ...]:
     key, base = f"{number_key(setting, arm)}.reached", analysis.baseline(setting)
-    name = Cell((arm.name,), (setting.title,) if setting.title else (), "arm", arm_index(analysis, arm.name))
+    name = arm_cell(analysis, arm.name, setting.title)
     aim = Cell((Number(f"{key}.target", target, f"{target:.4f}", base.ids),))
     found, reference = _reached(arm, target), _reached(base, target)
     ids = tuple(dict.fromkeys((*arm.ids, *base.ids)))
-    finer = _trained_cells(analysis, arm, base, key, ids)
+    by_training = _steps_cell(analysis, arm, base, key, ids)
     if found is None:
-        return name, aim, NEVER, NEVER, NEVER, *finer
+        return name, aim, NEVER, NEVER, NEVER, by_training
     step, seconds = found
     ratio = EMPTY
     if reference and reference[1] > 0:
@@ -125,5 +138,5 @@ def _reached_row(analysis: Analysis, setting: Setting, arm: Arm, target: float) 
         Cell((Number(f"{key}.step", step, f"{step:,}", ids),)),
         Cell((Number(f"{key}.seconds", seconds, duration_text(seconds), ids),)),
         ratio,
-        *finer,
+        by_training,
     )  # fmt: skip
