@@ -12,7 +12,7 @@ from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p
 SIGNS = {"superior": "▲", "non-inferior": "✓", "inferior": "✕", "inconclusive": "?", "too few seeds": "…"}
 SAID = {
     "superior": "Better than the baseline", "non-inferior": "Within the margin", "inferior": "Beyond the margin",
-    "inconclusive": "Undecided", "too few seeds": "Too few seeds",
+    "inconclusive": "Inconclusive", "too few seeds": "Too few seeds",
 }  # fmt: skip
 
 
