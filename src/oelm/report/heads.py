@@ -28,7 +28,7 @@ def heads_table(analysis: Analysis) -> Table | None:
     uniform = ", ".join(sorted({f"{run.uniform_entropy:.3f}" for _, _, runs in probed for run in runs}))
     columns = (("Arm", ""), *((name[0].upper() + name[1:], MEANING[name]) for name in names))
     note = (
-        f"Mean over seeds with its {analysis.study.decide.confidence:.0%} t interval (oelm probe); none for one seed. "
+        f"Mean over seeds with its {analysis.study.decide.confidence:.0%} t interval (oelm probe), if seeds differ. "
         f"Attention that looks at every token alike has an entropy of {uniform} nats."
     )
     return Table("heads", "Where the heads look", columns, rows, note)
