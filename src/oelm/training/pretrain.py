@@ -57,10 +57,11 @@ class LanguageModelling:
         for x, y in batches:
             # Every process takes part in every batch, with nothing to count if need be: sharded models must agree.
             x, y = (x[mine], y[mine]) if len(x[mine]) else (x[:1], torch.full_like(y[:1], -100))
-            counted = (y >= 0).sum()
+            counted = int((y >= 0).sum())  # counted where y still is, on the CPU: nothing waits for the device
             loss = model(input_ids=x.to(accelerator.device), shift_labels=y.to(accelerator.device)).loss
             if counted:
-                total += torch.stack([loss.double() * counted, counted.double()])
+                total[0] += loss.double() * counted
+                total[1] += counted
         summed, tokens = accelerator.reduce(total, "sum").tolist()
         loss = summed / tokens
         bits = loss / math.log(2) / self.validation.bytes_per_token
