@@ -10,7 +10,7 @@ from oelm.config import load_config, read_yaml
 from oelm.method.arms import ALIASES
 from oelm.method.surgery import dry_oelm
 from oelm.study.design import describe
-from oelm.study.plan import comparison_runs, groups, load_study, search_runs
+from oelm.study.plan import check_runs, comparison_runs, load_study, search_runs
 from oelm.study.published import PUBLISHED
 from oelm.training.rehearsal import random_model
 
@@ -18,6 +18,10 @@ CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 STUDIES = [path for path in CONFIGS if "arms" in read_yaml(path)]
 RUNS = [path for path in CONFIGS if path not in STUDIES]
 SCALED = [(path, scale) for path in STUDIES for scale in (None, "cpu") if scale is None or "cpu" in read_yaml(path)]
+
+
+# Too few seeds for a verdict by design: they choose what a later study compares.
+PILOTS = {"fair-reference", "fast-arms"}
 
 
 def name(value):
@@ -35,11 +39,11 @@ def test_a_run_config_parses_and_names_a_known_arm(path):
 def test_a_study_plans(path, scale, tmp_path):
     study = load_study(path, [f"base.system.runs_dir={tmp_path}"], scale)
     design = describe(study)
-    rates = {group: study.lr.of(group.arm)[0] for group in groups(study)} if study.lr else {}
-    cells = [*search_runs(study), *comparison_runs(study, rates)]
+    chosen = {cell.group: cell.point for cell in search_runs(study)}
+    cells = [*search_runs(study), *comparison_runs(study, chosen), *check_runs(study, chosen)]
     assert sum(cost.runs for cost in design.costs) == len(cells) == len({cell.folder for cell in cells})
     assert all(cost.flops > 0 and cost.memory > 0 for cost in design.costs)
-    assert design.smallest_p < 0.05
+    assert design.smallest_p < 0.05 or study.name in PILOTS
     if scale:
         assert max(cost.parameters for cost in design.costs) < 30e6
     assert set(study.published.values()) <= set(PUBLISHED)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .method.arms import OelmConfig
 
 
+InitStd = Annotated[float, Field(gt=0)] | Literal["width"]
 Corpus = Annotated[str, AfterValidator(lambda name: os.path.normpath(name) if "/" in name else name)]
 
 
@@ -79,6 +80,7 @@ class ModelConfig(Section):
     positions: Literal["learned", "rotary", "relative"] | None = None  # learned, rotary, relative (a bias as well)
     qk_norm: bool | None = None  # RMS-normalise queries and keys
     bias: bool | None = None  # of the linear layers and of the layer norms
+    init_std: InitStd | None = None  # of the weights at the start: a number, or width for 1/sqrt(d_model)
 
 
 class MethodConfig(Section):
@@ -119,6 +121,7 @@ class DataConfig(Section):
     revision: str | None = None  # of a hub corpus; default: the pinned one
     tokenizer: str = "bpe:4096"  # gpt2, bpe:<size> (trained on the corpus), bytes, or a path
     val_fraction: float = Field(0.01, gt=0, lt=1)  # of the documents, where the corpus has no validation split
+    test_fraction: float | None = Field(None, gt=0, lt=1)  # likewise for a test split, measured once; default: none
 
 
 class TaskConfig(Section):
@@ -139,6 +142,9 @@ class TaskConfig(Section):
     train_examples: int | None = Field(None, ge=1)  # a fixed subset, the same for every seed and arm
 
 
+DECAY_SHARE = 0.2  # of a wsd run, where the config says nothing
+
+
 class TrainConfig(Section):
     """How to train."""
 
@@ -150,7 +156,8 @@ class TrainConfig(Section):
     accumulate: int = Field(1, ge=1)  # cut the batch into this many micro-batches
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the layers, AdamW for the rest
     lr: float = Field(1e-3, gt=0)  # the peak, reached after the warm-up
-    decay: Literal["cosine", "linear"] | None = None  # after the warm-up; left out: cosine
+    decay: Literal["cosine", "linear", "wsd"] | None = None  # after the warm-up; left out: cosine; wsd: stays up first
+    decay_share: float | None = Field(None, gt=0, le=1)  # of a wsd run: its last part, in which lr falls; left out: 0.2
     min_lr_ratio: float = Field(0.1, ge=0, le=1)  # the decay's floor, as a share of lr
     warmup_steps: int | None = Field(None, ge=0)  # left out: 100, or a tenth of a shorter run
     weight_decay: float = Field(0.1, ge=0)  # on matrices only
@@ -164,6 +171,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.decay_share is not None and self.decay != "wsd":
+            raise ValueError("decay_share: belongs to decay wsd; ask for that too, or leave it out")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate: {self.accumulate} micro-batches do not divide batch_size={self.batch_size}")
         if self.epochs is None:
@@ -178,6 +187,12 @@ class TrainConfig(Section):
     def warmup(self, total: int) -> int:
         """Steps of warm-up in a run of `total` steps."""
         return min(100, total // 10) if self.warmup_steps is None else self.warmup_steps
+
+    def decay_start(self, total: int) -> int:
+        """The first step of a run of `total` steps whose rate depends on how long the run is."""
+        if self.decay != "wsd":
+            return self.warmup(total)
+        return max(self.warmup(total), total - round((self.decay_share or DECAY_SHARE) * total))
 
 
 class SystemConfig(Section):
@@ -311,6 +326,11 @@ def set_word(raw: dict[str, Any], word: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = text  # a glob such as *.jsonl; where a number is wanted, the field says so
+    set_key(raw, key, value)
+
+
+def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Sets one `a.b` of a raw config."""
     *sections, last = key.split(".")
     place = raw
     for section in sections:

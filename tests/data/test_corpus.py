@@ -46,6 +46,19 @@ def test_every_layout_gives_the_same_documents(tmp_path: Path, kind: str) -> Non
     assert documents[-1].done == 1.0
 
 
+def test_a_test_split_is_held_out_beside_validation_which_stays_what_it_was(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl", STORIES)
+    before = texts(path, "val", val_fraction=0.1)
+    splits = {s: texts(path, s, val_fraction=0.1, test_fraction=0.2) for s in ("train", "val", "test")}
+    assert splits["val"] == before
+    assert 30 < len(splits["test"]) < 90
+    assert sorted(sum(splits.values(), [])) == sorted(STORIES)  # noqa: RUF017
+    for name in ("stdlib", "recall"):
+        assert {d.split for d in open_corpus(name, test_fraction=0.01).documents()} == {"train", "val", "test"}
+    with pytest.raises(ValueError, match="data.test_fraction=0.5: with data.val_fraction=0.6 nothing is left"):
+        open_corpus(str(path), val_fraction=0.6, test_fraction=0.5)
+
+
 def test_folder_and_glob_read_their_files_in_order(tmp_path: Path) -> None:
     write(tmp_path, "jsonl", STORIES[:100], "b")
     write(tmp_path, "txt", STORIES[100:], "a")
@@ -54,12 +67,15 @@ def test_folder_and_glob_read_their_files_in_order(tmp_path: Path) -> None:
     assert texts(tmp_path / "*.jsonl") == STORIES[:100]
 
 
-def test_named_files_are_the_splits_and_test_is_never_read(tmp_path: Path) -> None:
+def test_named_files_are_the_splits_and_test_is_read_only_when_asked_for(tmp_path: Path) -> None:
     write(tmp_path, "jsonl", STORIES[:100], "train-00000-of-00001")
     write(tmp_path, "txt", STORIES[100:110], "wiki.valid")
     write(tmp_path, "txt", STORIES[110:], "wiki.test")
     assert texts(tmp_path, "train") == STORIES[:100]
     assert texts(tmp_path, "val") == STORIES[100:110]
+    assert texts(tmp_path, "test") == []
+    assert texts(tmp_path, "test", test_fraction=0.5) == STORIES[110:]  # the corpus's own, whatever the fraction
+    assert texts(tmp_path, "train", test_fraction=0.5) == STORIES[:100]
     (tmp_path / "train-00000-of-00001.jsonl").unlink()
     with pytest.raises(ValueError, match="every file is named val or test"):
         open_corpus(str(tmp_path))

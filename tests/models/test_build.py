@@ -6,6 +6,18 @@ from oelm.config import ModelConfig
 from oelm.models.build import FROM_CONFIG, build_for_inspection, build_gpt
 
 
+def test_the_start_of_the_weights_is_a_number_or_follows_the_width():
+    def std(init_std, width):
+        model = build_gpt(ModelConfig(name="tiny", d_model=width, init_std=init_std), 300, seed=0)
+        return model.blocks[0].attn.q_proj.weight.std().item()
+
+    assert std(None, 64) == pytest.approx(0.02, rel=0.05)
+    assert std(0.1, 64) == pytest.approx(0.1, rel=0.05)
+    assert std("width", 256) == pytest.approx(1 / 16, rel=0.05)
+    with pytest.raises(ValueError, match="init_std"):
+        ModelConfig(init_std=0)
+
+
 def test_the_seed_alone_decides_the_weights():
     torch.manual_seed(5)
     one = build_gpt(ModelConfig(name="tiny"), 100, seed=1)

@@ -308,7 +308,7 @@ def test_claims_to_be_better_are_corrected_among_themselves():
                 None, None, False)
             for name, values in zip(study.arms, [[0.0] * 6, *differences], strict=True)
         )  # fmt: skip
-        return [arm.comparison for arm in _decided(study, [Setting("", "", arms)])[0].arms[1:]]
+        return [arm.comparison for arm in _decided(study, [Setting("", "", None, arms)])[0].arms[1:]]
 
     better = -0.0016  # p of no difference: 0.047 alone, 0.28 among six
     alone = stats.paired(better + shape)

@@ -66,7 +66,7 @@ def test_a_whole_study_searches_then_compares_and_a_second_call_does_nothing(stu
     assert {r["environment"]["threads"] for r in records} == {1}  # as many slots as cores
     assert len({json.dumps(r["data_sha256"]) for r in records}) == 1
     assert all((cell.folder / "console.log").read_text().count("validation PPL") == 2 for cell in cells)
-    assert any("learning rate 0.004, the highest of its grid" in line for line in said)
+    assert any("lr 0.004, the highest that may be tried" in line for line in said)
     for cell in cells:
         assert f"{cell}: loss" in "\n".join(said)
 
@@ -281,5 +281,5 @@ def test_an_interrupted_study_checkpoints_and_goes_on(study_file, launch, number
 def test_search_cells_share_nothing_with_the_comparison(study_file):
     study = load_study(study_file(lr={"grid": [1e-3]}))
     assert not {c.config.id for c in search_runs(study)} & {
-        c.config.id for c in comparison_runs(study, {c.group: c.lr for c in search_runs(study)})
+        c.config.id for c in comparison_runs(study, {c.group: c.point for c in search_runs(study)})
     }

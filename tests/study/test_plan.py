@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from oelm.settings import settings
-from oelm.study.plan import Group, StudyConfig, choose, comparison_runs, load_study, merge, search_runs
+from oelm.study.plan import Group, StudyConfig, check_runs, choose, comparison_runs, load_study, merge, search_runs
 
 
 def test_the_search_offers_every_arm_its_grid_and_uses_seeds_of_its_own(load):
@@ -20,13 +20,13 @@ def test_the_search_offers_every_arm_its_grid_and_uses_seeds_of_its_own(load):
 
 def test_the_comparison_is_paired_and_takes_each_arms_chosen_rate(load, tmp_path):
     study = load()
-    chosen = {Group("baseline", "", ""): 0.001, Group("oelm", "", ""): 0.002, Group("gain-2", "", ""): 0.002}
+    chosen = {Group(arm, "", ""): (lr,) for arm, lr in {"baseline": 0.001, "oelm": 0.002, "gain-2": 0.002}.items()}
     cells = comparison_runs(study, chosen)
     assert [(c.seed, c.group.arm) for c in cells[:4]] == [(0, "baseline"), (0, "oelm"), (0, "gain-2"), (1, "baseline")]
     assert len(cells) == 9
     for cell in cells:
         assert (cell.config.init_seed, cell.config.data_seed) == (cell.seed, cell.seed)
-        assert cell.config.train.lr == cell.lr == chosen[cell.group]
+        assert (cell.config.train.lr,) == cell.point == chosen[cell.group]
         assert cell.folder.parent == tmp_path / "trial"
         assert cell.folder.name.endswith(cell.config.id)
     # Arms differ in the method and the rate alone: the same batches at the same seed.
@@ -60,9 +60,45 @@ def test_the_best_rate_is_chosen_without_the_diverged_and_not_before_the_search_
     losses = {cells["baseline", 0.001]: 2.0, cells["baseline", 0.002]: 1.5, cells["oelm", 0.001]: 2.0}
     losses |= {cells["oelm", 0.002]: None, cells["gain-2", 0.001]: 1.0}
     chosen = {group.arm: choice.best for group, choice in choose(study, losses).items()}
-    assert chosen == {"baseline": 0.002, "oelm": 0.001}
+    assert chosen == {"baseline": (0.002,), "oelm": (0.001,)}
     hopeless = losses | {cells["gain-2", 0.001]: None, cells["gain-2", 0.002]: None}
     assert {group.arm for group in choose(study, hopeless)} == {"baseline", "oelm"}  # the others go on
+
+
+def test_budgets_seeds_and_arms_may_depend_on_the_size(load):
+    sizes = {"s": {}, "l": {"model": {"n_layer": 3}}}
+    study = load(sizes=sizes, budgets={"s": [400, 100, 200], "l": [100]}, seeds={"s": [0, 1], "l": [2]},
+                 only={"gain-2": ["s"]}, check={"factor": 0.5}, arms={"baseline": {}, "oelm": {}, "gain-2": {
+                     "method": {"arm": "oelm", "gain": 2.0}}})  # fmt: skip
+    chosen = {cell.group: cell.point for cell in search_runs(study)}
+    assert {cell.budget for cell in search_runs(study)} == {100}
+    cells = comparison_runs(study, chosen)
+    found = sorted((c.group.size, c.group.arm, c.budget, c.seed) for c in cells)
+    assert found == sorted(
+        [("s", arm, budget, seed) for arm in ("baseline", "oelm", "gain-2") for budget in (100, 200, 400)
+         for seed in (0, 1)] + [("l", arm, 100, 2) for arm in ("baseline", "oelm")]
+    )  # fmt: skip
+    assert all(c.config.train.max_steps == c.budget for c in cells)
+    assert len({c.folder for c in cells}) == len(cells)
+    order = [(c.seed, c.budget) for c in cells if c.group == Group("oelm", "", "s")]
+    assert order == [(0, 100), (0, 200), (0, 400), (1, 100), (1, 200), (1, 400)]  # each goes on from the one before
+    checks = {(c.group.arm, c.group.size): (c.budget, c.lr, c.seed) for c in check_runs(study, chosen)}
+    assert checks["oelm", "s"] == (400, 0.001, 0)  # half of 0.002, at the longest budget, the comparison's first seed
+    assert checks["oelm", "l"] == (100, 0.001, 2)
+
+
+def test_a_closing_search_plans_its_first_runs_and_more_once_these_are_measured(load):
+    study = load(lr=None, search={"over": {"train.lr": {"start": 0.004}}, "seeds": [7, 8]})
+    first = search_runs(study)
+    assert sorted({c.lr for c in first}) == [0.002, 0.004, 0.008]
+    assert len(first) == 3 * 3 * 2
+    losses = {c.config.id: 100 * abs(c.lr - 0.008) + 1 for c in first if c.group.arm == "oelm"}
+    more = search_runs(study, losses)
+    assert {c.lr for c in more} - {c.lr for c in first} == {0.016}
+    assert {c.group.arm for c in more if c.lr == 0.016} == {"oelm"}
+    assert choose(study, losses) == {}
+    losses |= {c.config.id: 2.0 for c in more if c.lr == 0.016}
+    assert {g.arm: str(choice) for g, choice in choose(study, losses).items()} == {"oelm": "lr 0.008"}
 
 
 def test_the_document_of_the_study_file_says_what_the_code_says(tmp_path):
@@ -92,12 +128,18 @@ def test_ids_do_not_depend_on_where_the_runs_live(load):
         ({"lr": {"grid": {"baseline": [1e-3], "oelm": [1e-3]}}}, "must name every arm and no other; 'gain-2'"),
         ({"lr": {"grid": [1e-3], "seeds": [0]}}, "lr.seeds: 0 is a seed of the comparison too"),
         ({"seeds": [1, 1]}, "a seed stands there twice"),
-        ({"decide": {"baseline": "nobody"}}, "decide.baseline: 'nobody' is not one of the arms"),
+        ({"decide": {"baseline": "nobody"}}, "decide.reference: 'nobody' is not one of the arms"),
         ({"published": {"oelm/nowhere": "GPT-02"}}, "'oelm/nowhere' is neither an arm nor an arm/corpus"),
         ({"corpora": {"../up": {}}}, "'../up' names a folder"),
         ({"lr": {"gird": [0.1]}}, "lr.gird: unknown key; did you mean 'lr.grid'?"),
         ({"seeds": [0, True]}, "seeds: expected a number"),
-        ({"decide": {"split": "test"}}, "decide.split: the loss is compared on validation"),
+        ({"decide": {"split": "dev"}}, "decide.split: the loss is compared on validation, or on test"),
+        ({"search": {"over": {"train.lr": {"start": 1e-3}}}}, "search: give lr.grid or search, not both"),
+        ({"budgets": {"small": [5]}}, "budgets: must name every size and no other; 'small'"),
+        ({"budgets": [50, 50]}, "budgets: a budget stands there twice"),
+        ({"only": {"oelm": ["large"]}}, "only: 'large' is neither a size nor a corpus"),
+        ({"only": {"baseline": ["large"]}, "sizes": {"large": {}}}, "only: the reference is needed wherever"),
+        ({"lr": None, "check": {"factor": 0.5}}, "check: needs a search"),
     ],
 )
 def test_an_unfair_or_misspelt_study_is_one_clear_line(load, changes, message):

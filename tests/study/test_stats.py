@@ -57,10 +57,9 @@ def test_results_repeat_with_the_seed_and_are_json():
     d = np.random.default_rng(2).normal(size=21)
     assert stats.paired(d, seed=5) == stats.paired(d, seed=5)
     assert stats.paired(d, seed=5).bca != stats.paired(d, seed=6).bca
-    choice = stats.choose_lr({1e-3: [1.0, 2.0], 3e-4: [1.5, 1.7]})
     pooled = stats.pooled_mcnemar([([True, False], [False, True])])
     ratio = stats.ratio_of_medians([1.0, 2.0], [2.0, 2.5])
-    for result in (stats.paired(d), stats.verdict(stats.paired([0.1]), MARGIN), choice, pooled, ratio):
+    for result in (stats.paired(d), stats.verdict(stats.paired([0.1]), MARGIN), pooled, ratio):
         json.dumps(asdict(result), allow_nan=False)
 
 
@@ -142,23 +141,6 @@ def test_minimum_detectable_has_the_power_it_promises(n, confidence):
     assert hits == pytest.approx(0.9, abs=slack(0.9, 20_000))
 
 
-@pytest.mark.parametrize(
-    ("table", "best", "edge"),
-    [
-        ({3e-3: [2.0, 2.2], 1e-3: [1.0, 1.1], 3e-4: [1.5, 1.4]}, 1e-3, None),
-        ({3e-3: [2.0], 1e-3: [1.6], 3e-4: [1.5]}, 3e-4, "lowest"),
-        ({3e-3: [1.0], 1e-3: [1.6], 3e-4: [1.5]}, 3e-3, "highest"),
-        ({1e-3: [1.6]}, 1e-3, "only"),
-        ({3e-3: [1.0], 1e-3: [1.0], 3e-4: [1.5]}, 1e-3, None),  # a tie goes to the lower learning rate
-    ],
-)
-def test_choose_lr(table, best, edge):
-    choice = stats.choose_lr(table)
-    assert (choice.best, choice.edge) == (best, edge)
-    assert list(choice.curve) == sorted(table)
-    assert choice.curve[best] == stats.seed_spread(table[best])
-
-
 def test_wilson_by_hand():
     z = 1.959963984540054
     centre, half = 0.9 + z**2 / 20, z * math.sqrt(0.9 * 0.1 / 10 + z**2 / 400)
@@ -211,9 +193,6 @@ def test_ratio_of_medians():
         (lambda: stats.minimum_detectable(1, 0.1), "n: 1 pairs"),
         (lambda: stats.minimum_detectable(6, math.nan), "sd: nan"),
         (lambda: stats.seed_spread([1.0, -math.inf]), "values[1] is -inf"),
-        (lambda: stats.choose_lr({}), "learning rates: empty"),
-        (lambda: stats.choose_lr({1e-3: [1.0, math.nan]}), "losses at lr 0.001[1] is nan"),
-        (lambda: stats.choose_lr({1e-3: [1.0], 3e-4: [1.0, 2.0]}), "unequal numbers of seeds"),
         (lambda: stats.wilson(5, 4), "successes: 5 of 4"),
         (lambda: stats.mcnemar([1, 0], [1]), "correct_a, correct_b: unequal lengths 2, 1"),
         (lambda: stats.mcnemar([1, 2], [1, 0]), "correct_a: expected"),

@@ -20,6 +20,19 @@ def test_the_rate_warms_up_then_falls_to_its_floor():
     assert all(a > b for a, b in pairwise(rates[10:]))
 
 
+def test_with_wsd_runs_of_all_lengths_agree_until_the_shorter_one_decays():
+    config = TrainConfig(lr=1.0, max_steps=100, warmup_steps=10, decay="wsd", decay_share=0.25, min_lr_ratio=0.0)
+    short, long = ([learning_rate(step, config, total) for step in range(total)] for total in (100, 400))
+    assert config.decay_start(100) == 75
+    assert short[:76] == long[:76]  # at its first step the decay has not taken anything off yet
+    assert short[76] < long[76] == 1.0
+    assert short[10:75] == [1.0] * 65
+    assert all(a > b for a, b in pairwise(short[75:]))
+    assert short[-1] == pytest.approx(1 / 25)
+    with pytest.raises(ValueError, match="decay_share: belongs to decay wsd"):
+        TrainConfig(decay_share=0.1)
+
+
 @pytest.mark.parametrize("name", ["oelm-gpt", "gpt2"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_frozen_weights_are_in_no_group_and_only_matrices_decay(name, optimizer):

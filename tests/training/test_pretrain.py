@@ -87,6 +87,23 @@ def test_the_best_model_is_a_hugging_face_folder(finished):
     assert text == generate(finished / "best", "the cat", tokens=5, temperature=0.0, seed=1)
 
 
+@pytest.mark.parametrize("arm", ["oelm", "oelm-lora"])
+def test_the_best_model_is_measured_once_on_the_test_split(corpus, tmp_path, arm):
+    config = tiny_config(corpus, tmp_path / "run", "data.test_fraction=0.2", f"method={arm}")
+    record = run_training(config, quiet=True)
+    found = record["totals"]["splits"]["test"]
+    folder = data_folder(config.data, config.system)
+    assert set(record["data_sha256"]) == {"train", "val", "test"}
+    assert found["tokens"] == Manifest.load(folder).splits["test"].tokens - 1  # all of them, whatever eval_tokens says
+    assert found["ppl"] == math.exp(found["loss"])
+    ids = torch.from_numpy(np.fromfile(folder / "test.bin", np.uint16).astype(np.int64))[None, :33]
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best").eval()
+    first = kept(input_ids=ids[:, :-1], shift_labels=ids[:, 1:]).loss
+    assert abs(first - found["loss"]) < 1.0  # the model that is kept, not an untrained one at ln(300) = 5.7
+    assert found["loss"] < 5.0
+    assert "splits" not in run_training(tiny_config(corpus, tmp_path / "plain"), quiet=True)["totals"]
+
+
 def test_it_learns_and_the_frozen_weights_do_not_move(corpus, tmp_path):
     config = tiny_config(corpus, tmp_path / "run", "train.max_steps=60", "train.lr=5e-3")
     values = curve(config)

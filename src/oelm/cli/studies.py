@@ -144,7 +144,7 @@ def report(
         from ..report.text import arm_lines, notice_lines
 
         planned = analyse(folder)
-        if against == planned.study.decide.baseline:
+        if against == planned.study.decide.reference:
             raise ValueError(f"--against {against}: the study's own baseline; leave --against out")
         print(arm_lines(analyse(folder, against)))
         print(f"\nAgainst {against}: a second look at the same runs, not the comparison that the study planned;")

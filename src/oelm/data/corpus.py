@@ -1,10 +1,11 @@
-"""Name (+ revision) -> documents of two splits: an embedded corpus, a hub dataset, or local files.
+"""Name (+ revision) -> documents of two or three splits: an embedded corpus, a hub dataset, or local files.
 
 Local files: text (`.txt .text .tokens .raw`) and `.jsonl .ndjson` (an object a line, with a "text" field),
 both also as `.xz` or `.gz`; `.parquet` (a "text" column). In text, `<|endoftext|>` ends a document; 128 Ki
 characters without one are cut after 64 Ki at the next blank line, so a huge file takes no memory.
 Where several files match, a word of the name (between `. _ -`) that says train, val or test gives the split;
-test files are never read. Without a val file, documents are held out by hash of their index.
+test files are read where a test split is asked for. Without a file of its own, a split is held out by hash of the
+documents' index.
 """
 
 import codecs
@@ -28,7 +29,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 from oelm.data import recall
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "test"]
 Texts = Iterator[tuple[str, float]]  # each with the fraction of its source read so far
 
 EOT = "<|endoftext|>"
@@ -56,6 +57,7 @@ class Known:
     config: str | None = None
     revision: str | None = None
     val: str | None = None  # name of the hub's validation split; None: hold documents out
+    test: str | None = None  # likewise of its test split
     lines: bool = False  # the hub's rows are lines of a running text, not documents
 
 
@@ -67,8 +69,8 @@ CORPORA: dict[str, Known] = {
     "recall": Known("generated recall and induction puzzles with known answers; data.tokenizer=bytes"),
     "tinystories": Known("2.1M short stories", "roneneldan/TinyStories", None, _STORIES, "validation"),
     "openwebtext": Known("8.0M web pages", "Skylion007/openwebtext", "plain_text", _WEB),
-    "wikitext-103": Known("28K articles", _WIKI[0], "wikitext-103-raw-v1", _WIKI[1], "validation", True),
-    "wikitext-2": Known("600 articles", _WIKI[0], "wikitext-2-raw-v1", _WIKI[1], "validation", True),
+    "wikitext-103": Known("28K articles", _WIKI[0], "wikitext-103-raw-v1", _WIKI[1], "validation", "test", True),
+    "wikitext-2": Known("600 articles", _WIKI[0], "wikitext-2-raw-v1", _WIKI[1], "validation", "test", True),
 }
 
 
@@ -80,31 +82,57 @@ class Corpus:
     revision: str | None
     fingerprint: str
     read: Callable[[], Iterator[Document]]
+    splits: tuple[Split, ...] = ("train", "val")
     tokenizer: str | None = None  # the only one that keeps the corpus what it is; None: any will do
 
     def documents(self) -> Iterator[Document]:
-        """Every document of both splits, in a fixed order, one at a time; an empty split is an error."""
-        count = {"train": 0, "val": 0}
+        """Every document of every split, in a fixed order, one at a time; an empty split is an error."""
+        count = dict.fromkeys(self.splits, 0)
         for document in self.read():
             count[document.split] += 1
             yield document
         if missing := [split for split, n in count.items() if n == 0]:
-            advice = f"add documents (text files: with {EOT} between them) or give files named train and val"
+            advice = f"add documents (text files: with {EOT} between them) or give files named {', '.join(count)}"
             raise ValueError(f"data.corpus={self.name}: no document for {' and '.join(missing)}; {advice}")
 
 
-def open_corpus(name: str, *, revision: str | None = None, val_fraction: float = 0.01) -> Corpus:
+@dataclass(frozen=True)
+class Shares:
+    """How much of the documents is held out for a split that the corpus does not bring itself."""
+
+    val: float = 0.01
+    test: float | None = None  # None: no test split
+
+    def __post_init__(self) -> None:
+        for name, share in (("val", self.val), ("test", self.test)):
+            if share is not None and not 0 < share < 1:
+                raise ValueError(f"data.{name}_fraction={share}: must lie between 0 and 1")
+        if self.val + (self.test or 0) >= 1:
+            raise ValueError(
+                f"data.test_fraction={self.test}: with data.val_fraction={self.val} nothing is left to train on"
+            )
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        return ("train", "val") if self.test is None else ("train", "val", "test")
+
+    def counts(self, n: int) -> tuple[int, int]:
+        """Of n documents, how many are held out for validation and for the test; at least one each."""
+        return max(1, round(self.val * n)), 0 if self.test is None else max(1, round(self.test * n))
+
+
+def open_corpus(
+    name: str, *, revision: str | None = None, val_fraction: float = 0.01, test_fraction: float | None = None
+) -> Corpus:
     """The corpus of that name, or of the files at that path, folder or glob; reads no document yet."""
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"data.val_fraction={val_fraction}: must lie between 0 and 1")
-    known = CORPORA.get(name)
+    shares, known = Shares(val_fraction, test_fraction), CORPORA.get(name)
     if known is not None and known.hub:
-        return _hub(name, known, revision or known.revision, val_fraction)
+        return _hub(name, known, revision or known.revision, shares)
     if revision is not None:
         raise ValueError(f"data.revision={revision}: only hub corpora have revisions, {name} is not one")
     if name == "recall":
-        return _recall(val_fraction)
-    return _stdlib(val_fraction) if known is not None else _local(name, val_fraction)
+        return _recall(shares)
+    return _stdlib(shares) if known is not None else _local(name, shares)
 
 
 def stable_hash(key: object) -> int:
@@ -112,18 +140,33 @@ def stable_hash(key: object) -> int:
     return int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=8).digest(), "big")
 
 
-def _split(train: Texts, val: Texts | None, fraction: float) -> Iterator[Document]:
-    """Non-blank texts; without `val`, the first (there must be one) and a fraction by hash are held out."""
-    for text, _ in val or ():
-        if text and not text.isspace():
-            yield Document("val", text, 0.0)
+def _split(train: Texts, own: dict[Split, Texts], shares: Shares) -> Iterator[Document]:
+    """Non-blank texts: first the splits that the corpus brings itself; what it lacks is held out of `train`.
+
+    By hash, and the first documents in any case: every split needs one.
+    """
+    for split, texts in own.items():
+        for text, _ in texts:
+            if text and not text.isspace():
+                yield Document(split, text, 0.0)
+    lacking: list[tuple[Split, float]] = [("val", shares.val)] if "val" not in own else []
+    if shares.test is not None and "test" not in own:
+        lacking.append(("test", shares.test))
     kept = ((text, done) for text, done in train if text and not text.isspace())
     for index, (text, done) in enumerate(kept):
-        held = val is None and (index == 0 or stable_hash(index) < fraction * 2**64)
-        yield Document("val" if held else "train", text, done)
+        yield Document(_held(index, lacking), text, done)
 
 
-def _stdlib(val_fraction: float) -> Corpus:
+def _held(index: int, lacking: list[tuple[Split, float]]) -> Split:
+    place, start = stable_hash(index), 0.0
+    for number, (split, share) in enumerate(lacking):
+        if index == number or (index >= len(lacking) and start * 2**64 <= place < (start + share) * 2**64):
+            return split
+        start += share
+    return "train"
+
+
+def _stdlib(shares: Shares) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     names: list[str] = []
     for folder, folders, files in os.walk(root):
@@ -132,7 +175,10 @@ def _stdlib(val_fraction: float) -> Corpus:
         sources = [f for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
         names += [Path(folder, source).relative_to(root).as_posix() for source in sources]
     names.sort()
-    held = set(sorted(names, key=stable_hash)[: max(1, round(val_fraction * len(names)))])
+    val, test = shares.counts(len(names))
+    chosen = sorted(names, key=stable_hash)
+    held: dict[str, Split] = dict.fromkeys(chosen[:val], "val")
+    held |= dict.fromkeys(chosen[val : val + test], "test")
     digest = hashlib.sha256()
     for name in names:
         digest.update(name.encode() + hashlib.sha256((root / name).read_bytes()).digest())
@@ -141,15 +187,15 @@ def _stdlib(val_fraction: float) -> Corpus:
         for index, name in enumerate(names, 1):
             with tokenize.open(root / name) as file:  # honours the file's own encoding line
                 if text := file.read():
-                    yield Document("val" if name in held else "train", text, index / len(names))
+                    yield Document(held.get(name, "train"), text, index / len(names))
 
     version = platform.python_version()
-    return Corpus("stdlib", version, f"stdlib:{version}:{digest.hexdigest()}", read)
+    return Corpus("stdlib", version, f"stdlib:{version}:{digest.hexdigest()}", read, shares.splits)
 
 
-def _recall(val_fraction: float) -> Corpus:
-    held = min(max(1, round(val_fraction * recall.DOCUMENTS)), recall.DOCUMENTS - 1)
-    sizes: dict[Split, int] = {"val": held, "train": recall.DOCUMENTS - held}
+def _recall(shares: Shares) -> Corpus:
+    val, test = shares.counts(recall.DOCUMENTS)
+    sizes: dict[Split, int] = {"val": val, "test": test, "train": recall.DOCUMENTS - val - test}
 
     def read() -> Iterator[Document]:
         for split, size in sizes.items():
@@ -158,10 +204,10 @@ def _recall(val_fraction: float) -> Corpus:
 
     head = "".join(islice(recall.recall_documents("train"), 100))  # tells one generator from another
     digest = hashlib.sha256(f"{recall.DOCUMENTS}:{head}".encode()).hexdigest()
-    return Corpus("recall", None, f"recall:{digest}", read, tokenizer="bytes")  # one token a symbol
+    return Corpus("recall", None, f"recall:{digest}", read, shares.splits, tokenizer="bytes")  # one token a symbol
 
 
-def _hub(name: str, known: Known, revision: str | None, val_fraction: float) -> Corpus:
+def _hub(name: str, known: Known, revision: str | None, shares: Shares) -> Corpus:
     def unreachable(error: Exception) -> ValueError:
         what = f"cannot get {known.hub} from the Hugging Face hub ({str(error).partition(chr(10))[0]})"
         return ValueError(f"data.corpus={name}: {what}; pass local files instead: data.corpus=path/to/files")
@@ -188,19 +234,22 @@ def _hub(name: str, known: Known, revision: str | None, val_fraction: float) -> 
 
     def read() -> Iterator[Document]:
         whole = split_text if known.lines else iter
-        return _split(whole(rows("train")), whole(rows(known.val)) if known.val else None, val_fraction)
+        own: dict[Split, str | None] = {"val": known.val, "test": known.test if shares.test is not None else None}
+        return _split(whole(rows("train")), {s: whole(rows(n)) for s, n in own.items() if n}, shares)
 
-    return Corpus(name, revision, f"hub:{known.hub}:{known.config}@{revision}", read)
+    return Corpus(name, revision, f"hub:{known.hub}:{known.config}@{revision}", read, shares.splits)
 
 
-def _local(name: str, fraction: float) -> Corpus:
+def _local(name: str, shares: Shares) -> Corpus:
     files = _find(name)
     words = {path: set(re.split(r"[._-]", path.name.lower())) if len(files) > 1 else set() for path in files}
     val = [path for path in files if words[path] & VAL]
+    test = [path for path in files if words[path] & TEST - VAL] if shares.test is not None else []
     train = [path for path in files if not words[path] & (VAL | TEST)]
     if not train:
         raise ValueError(f"data.corpus={name}: every file is named val or test, none is left to train on")
-    facts = [[p.name, p in val, p.stat().st_size, p.stat().st_mtime_ns] for p in train + val]
+    facts: list[Any] = [[p.name, p in val, p.stat().st_size, p.stat().st_mtime_ns] for p in train + val]
+    facts += [[p.name, "test", p.stat().st_size, p.stat().st_mtime_ns] for p in test]
 
     def texts(paths: list[Path]) -> Texts:
         sizes = [max(1, path.stat().st_size) for path in paths]
@@ -209,7 +258,12 @@ def _local(name: str, fraction: float) -> Corpus:
                 yield text, (sum(sizes[:index]) + done * sizes[index]) / sum(sizes)
 
     digest = "local:" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    return Corpus(name, None, digest, lambda: _split(texts(train), texts(val) if val else None, fraction))
+
+    def read() -> Iterator[Document]:
+        own: dict[Split, list[Path]] = {"val": val, "test": test}
+        return _split(texts(train), {split: texts(paths) for split, paths in own.items() if paths}, shares)
+
+    return Corpus(name, None, digest, read, shares.splits)
 
 
 def _kind(path: Path) -> str:

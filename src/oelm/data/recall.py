@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 KEYS, VALUES = string.ascii_lowercase[:8], string.ascii_uppercase[:8]  # induction takes symbols of both
 PAIRS, RUNS, RUN = 4, 3, 3  # the most pairs, runs, and symbols a run of the corpus; the fewest are two
 LENGTH = 24  # symbols of a document, at most: it repeats its segments as often as that allows
-DOCUMENTS = 100_000  # of the corpus, both splits together
+DOCUMENTS = 100_000  # of the corpus, all splits together
 Symbol = TypeVar("Symbol")
 
 

@@ -1,4 +1,4 @@
-"""Documents -> `train.bin`, `val.bin`, `tokenizer.json`, `manifest.json`: once, in constant memory."""
+"""Documents -> `train.bin`, `val.bin` (and `test.bin`), `tokenizer.json`, `manifest.json`: once, in constant memory."""
 
 import hashlib
 import heapq
@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     revision: str | None
     fingerprint: str
     val_fraction: float
+    test_fraction: float | None = None
     tokenizer: str
     tokenizer_source: str
     tokenizer_sha256: str
@@ -79,16 +80,17 @@ def prepare(
     *,
     revision: str | None = None,
     val_fraction: float = 0.01,
+    test_fraction: float | None = None,
     workers: int | None = None,
     progress: bool = False,
 ) -> Manifest:
     """Tokenises a corpus into `folder`; does nothing when the folder already holds exactly that."""
-    source = open_corpus(corpus, revision=revision, val_fraction=val_fraction)
+    source = open_corpus(corpus, revision=revision, val_fraction=val_fraction, test_fraction=test_fraction)
     if source.tokenizer not in (None, tokenizer):
         raise ValueError(
             f"data.tokenizer={tokenizer}: {corpus} needs one token a symbol; set data.tokenizer={source.tokenizer}"
         )
-    wanted: dict[str, Any] = {"format": FORMAT, "val_fraction": val_fraction}
+    wanted: dict[str, Any] = {"format": FORMAT, "val_fraction": val_fraction, "test_fraction": test_fraction}
     wanted |= {"fingerprint": source.fingerprint, "tokenizer_source": _tokenizer_source(tokenizer)}
     if found := _ready(folder, wanted):  # asked before locking: the folder may be read-only
         return found
@@ -110,7 +112,7 @@ def prepare(
                 manifest = Manifest(**wanted, **facts, tokenizer_sha256=hashlib.sha256(text).hexdigest())
                 (partial / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
                 (folder / "manifest.json").unlink(missing_ok=True)  # it never stands beside files of another
-                for name in ("train.bin", "val.bin", "tokenizer.json", "manifest.json"):
+                for name in (*(f"{split}.bin" for split in source.splits), "tokenizer.json", "manifest.json"):
                     os.replace(partial / name, folder / name)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -137,12 +139,12 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _encode(source: Corpus, coder: Tokenizer, folder: Path, workers: int, progress: bool) -> dict[str, Any]:
-    """Writes both `.bin` files: threads encode (without the GIL) while this one reads ahead and writes."""
+    """Writes the `.bin` files: threads encode (without the GIL) while this one reads ahead and writes."""
     vocab_size, eot = max(coder.get_vocab().values()) + 1, _end_of_text(coder)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     end = np.array([eot], dtype)
     coder.encode_special_tokens = True  # a text that spells a special token must not end its document
-    facts: dict[str, Counter[str]] = {"train": Counter(), "val": Counter()}
+    facts: dict[str, Counter[str]] = {split: Counter() for split in source.splits}
     digests = {split: hashlib.sha256() for split in facts}
     pending: deque[Future[list[tuple[Document, NDArray[Any]]]]] = deque()
 
@@ -159,16 +161,13 @@ def _encode(source: Corpus, coder: Tokenizer, folder: Path, workers: int, progre
             digests[split].update(tokens.data)
             size = sum(len(document.text.encode()) for document, _ in mine)
             fact.update(tokens=len(tokens), documents=len(mine), bytes=size)
-        report(encoded[-1][0].done, facts["train"]["tokens"] + facts["val"]["tokens"])
+        report(encoded[-1][0].done, sum(fact["tokens"] for fact in facts.values()))
 
-    with (
-        (folder / "train.bin").open("wb") as train,
-        (folder / "val.bin").open("wb") as val,
-        _reporter(progress) as report,
-        _one_thread_a_call(),
-        ThreadPoolExecutor(workers) as pool,
-    ):
-        files = {"train": train, "val": val}
+    with ExitStack() as stack:
+        files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in facts}
+        report = stack.enter_context(_reporter(progress))
+        stack.enter_context(_one_thread_a_call())
+        pool = stack.enter_context(ThreadPoolExecutor(workers))
         for batch in _batches(source.documents()):
             pending.append(pool.submit(encode, batch))
             if len(pending) > 2 * workers:

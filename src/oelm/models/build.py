@@ -36,11 +36,13 @@ def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:
         near = get_close_matches(config.name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(PRESETS)}"
         raise ValueError(f"model.name: no preset {config.name!r}; {hint}")
-    shape = PRESETS[config.name] | config.model_dump(exclude={"name"}, exclude_none=True)
+    shape = PRESETS[config.name] | config.model_dump(exclude={"name", "init_std"}, exclude_none=True)
     if shape.setdefault("vocab_size", vocab_size) < vocab_size:
         raise ValueError(f"model.vocab_size: {shape['vocab_size']} is smaller than the tokenizer's {vocab_size}")
     if "d_model" in config.model_fields_set and "d_ff" not in config.model_fields_set:
         shape.pop("d_ff", None)  # four times the new width, not the preset's
+    if config.init_std is not None:
+        shape["initializer_range"] = shape["d_model"] ** -0.5 if config.init_std == "width" else config.init_std
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT(GPTConfig(**shape))

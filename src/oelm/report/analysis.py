@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 
 from ..study import stats
-from ..study.plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
+from ..study.plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
+from ..study.search import Choice, Point
 from ..study.watch import read_study
 from .records import Bench, LeftOut, Measured, Probe, ProbedRun, read_bench, read_probe, read_records
 
@@ -40,18 +41,18 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Search:
-    """An arm's learning-rate grid as measured."""
+    """How an arm's settings were found."""
 
-    choice: stats.LrChoice
-    runs: Mapping[float, tuple[str, ...]]
-    diverged: tuple[float, ...]  # rates of the grid that gave no loss
+    choice: Choice
+    curve: Mapping[Point, stats.Spread]  # of every point that counts
+    runs: Mapping[Point, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Arm:
     name: str
     lr: float | None  # None: not chosen yet
-    search: Search | None
+    search: Search | None  # where the arm was searched: at one of its budgets
     runs: tuple[Measured, ...]  # of the comparison, by seed
     spread: stats.Spread | None
     comparison: Comparison | None  # None for the baseline, or without a pair
@@ -73,15 +74,17 @@ class Arm:
 
 @dataclass(frozen=True)
 class Setting:
-    """The arms on one corpus with one model size: what may be compared."""
+    """The arms on one corpus with one model size, trained for one length: what may be compared."""
 
     corpus: str
     size: str
+    budget: int | None  # steps; None: the study has one length
     arms: tuple[Arm, ...]
 
     @property
     def title(self) -> str:
-        return " · ".join(part for part in (self.corpus, self.size) if part)
+        steps = f"{self.budget:,} steps" if self.budget else ""
+        return " · ".join(part for part in (self.corpus, self.size, steps) if part)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Analysis:
     settings: tuple[Setting, ...]
     search: tuple[tuple[Cell, Measured], ...]
     compare: tuple[tuple[Cell, Measured], ...]
+    checks: tuple[tuple[Cell, Measured], ...]  # another rate, tried once at the longest budget
     planned: int
     left_out: tuple[LeftOut, ...]
     diverged: tuple[LeftOut, ...]  # runs of the search whose learning rate is out: a result, if not a number
@@ -121,10 +125,10 @@ class Analysis:
         return margin(self.study)
 
     def baseline(self, setting: Setting) -> Arm:
-        return next(arm for arm in setting.arms if arm.name == self.study.decide.baseline)
+        return next(arm for arm in setting.arms if arm.name == self.study.decide.reference)
 
     def runs(self) -> list[Measured]:
-        return [run for _, run in (*self.search, *self.compare)]
+        return [run for _, run in (*self.search, *self.compare, *self.checks)]
 
     def probed(self, arm: Arm) -> list[ProbedRun]:
         """What probe.json has of an arm's runs."""
@@ -193,61 +197,75 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     if against is not None:
         if against not in study.arms:
             raise ValueError(f"{against}: not an arm of {study.name}; it has {', '.join(study.arms)}")
-        study = study.model_copy(update={"decide": study.decide.model_copy(update={"baseline": against})})
+        study = study.model_copy(update={"decide": study.decide.model_copy(update={"reference": against})})
     runs, left_out = read_records(folder, study.decide)
     by_cell = {run.cell: run for run in runs}
-    search_cells = search_runs(study)
-    search = [(cell, by_cell[cell.config.id]) for cell in search_cells if cell.config.id in by_cell]
     losses: dict[str, float | None] = {item.cell: None for item in left_out if item.status == "diverged"}
-    choices = choose(study, losses | {cell: run.best["loss"] for cell, run in by_cell.items()})
-    rates = {group: choice.best for group, choice in choices.items()}
-    rates |= _rates_in_use(study, search_cells, by_cell)
-    cells = comparison_runs(study, rates)
+    losses |= {cell: run.best["loss"] for cell, run in by_cell.items()}
+    search_cells = search_runs(study, losses)
+    search = [(cell, by_cell[cell.config.id]) for cell in search_cells if cell.config.id in by_cell]
+    choices = choose(study, losses)
+    chosen = {group: choice.best for group, choice in choices.items()}
+    chosen |= _rates_in_use(study, search_cells, by_cell)
+    checks = [(cell, by_cell[cell.config.id]) for cell in check_runs(study, chosen) if cell.config.id in by_cell]
+    cells = comparison_runs(study, chosen)
     compare = [(cell, by_cell[cell.config.id]) for cell in cells if cell.config.id in by_cell]
     hopeful = {cell.group for cell in search_cells if losses.get(cell.config.id, 0.0) is not None}
     hopeless = {cell.group for cell in search_cells} - hopeful
-    arms = {group: _arm(study, group, choices.get(group), rates, search, compare, hopeless) for group in groups(study)}
+    places = [
+        (corpus, size, budget)
+        for corpus in study.corpora or [""] for size in study.sizes or [""] for budget in study.budgets_of(size)
+    ]  # fmt: skip
     settings = [
-        Setting(corpus, size, tuple(arms[Group(arm, corpus, size)] for arm in study.arms))
-        for corpus in study.corpora or [""] for size in study.sizes or [""]
+        Setting(corpus, size, budget, tuple(
+            _arm(study, group, budget, choices.get(group), chosen, search, compare, group in hopeless)
+            for group in groups(study) if (group.corpus, group.size) == (corpus, size)
+        ))
+        for corpus, size, budget in places
     ]  # fmt: skip
     searched = {cell.config.id for cell in search_cells}
     out = tuple(item for item in left_out if item.status == "diverged" and item.cell in searched)
     lost = tuple(item for item in left_out if item not in out)
-    used = {run.folder for _, run in (*search, *compare)}
+    used = {run.folder for _, run in (*search, *compare, *checks)}
     strays = tuple(run.folder for run in runs if run.folder not in used)
-    planned = len(search_cells) + len(arms) * len(study.seeds)
+    planned = len(search_cells) + sum(len(s.arms) * len(study.seeds_of(s.size)) for s in settings)
+    planned += len(groups(study)) if study.check else 0
     decided = _decided(study, settings)
-    return Analysis(study, decided, tuple(search), tuple(compare), planned, lost, out, strays, bench, probe)
+    return Analysis(
+        study, decided, tuple(search), tuple(compare), tuple(checks), planned, lost, out, strays, bench, probe
+    )
 
 
-def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured]) -> dict[Group, float]:
-    """Where a search record was lost since, the rate that the finished comparison was made with."""
-    rates = {}
+def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured]) -> dict[Group, Point]:
+    """Where a search record was lost since, the settings that the finished comparison was made with."""
+    chosen = {}
     for group in {cell.group for cell in cells if cell.config.id not in by_cell}:
-        assert study.lr
         tried = [
-            lr for lr in study.lr.of(group.arm)
-            if any(cell.config.id in by_cell for cell in comparison_runs(study, {group: lr}))
+            point for point in dict.fromkeys(cell.point for cell in cells if cell.group == group)
+            if any(cell.config.id in by_cell for cell in comparison_runs(study, {group: point}))
         ]  # fmt: skip
         if len(tried) == 1:
-            rates[group] = tried[0]
-    return rates
+            chosen[group] = tried[0]
+    return chosen
 
 
 def _arm(
-    study: StudyConfig, group: Group, choice: stats.LrChoice | None, rates: Mapping[Group, float],
-    search: Iterable[tuple[Cell, Measured]], compare: Iterable[tuple[Cell, Measured]], hopeless: Set[Group],
+    study: StudyConfig, group: Group, budget: int | None, choice: Choice | None, chosen: Mapping[Group, Point],
+    search: Iterable[tuple[Cell, Measured]], compare: Iterable[tuple[Cell, Measured]], hopeless: bool,
 ) -> Arm:  # fmt: skip
-    runs = tuple(sorted((run for cell, run in compare if cell.group == group), key=lambda run: run.seed))
-    found = None
-    if study.lr and choice:
-        ids = {lr: tuple(r.id for c, r in search if c.group == group and c.lr == lr) for lr in choice.curve}
-        found = Search(choice, ids, tuple(lr for lr in study.lr.of(group.arm) if lr not in choice.curve))
-    lr = rates.get(group, runs[0].lr if runs else None)
+    mine = [(cell, run) for cell, run in compare if (cell.group, cell.budget) == (group, budget)]
+    runs = tuple(sorted((run for _, run in mine), key=lambda run: run.seed))
+    found, confidence = None, study.decide.confidence
+    tried = [(cell, run) for cell, run in search if cell.group == group]
+    if choice and budget == study.search_budget(group.size):
+        curve = {point: stats.seed_spread(values, confidence=confidence) for point, values in choice.sound.items()}
+        found = Search(choice, curve, {point: tuple(r.id for c, r in tried if c.point == point) for point in curve})
+    lr = runs[0].lr if runs else None
+    if group in chosen and "train.lr" in study.searched:
+        lr = chosen[group][study.searched.index("train.lr")]
     values = [run.value for run in runs]
-    spread = stats.seed_spread(values, confidence=study.decide.confidence) if values else None
-    return Arm(group.arm, lr, found, runs, spread, None, group in hopeless)
+    spread = stats.seed_spread(values, confidence=confidence) if values else None
+    return Arm(group.arm, lr, found, runs, spread, None, hopeless)
 
 
 def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, ...]:
@@ -255,13 +273,13 @@ def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, 
     rule, limit = study.decide, margin(study)
     pairs: dict[tuple[int, str], tuple[list[tuple[Measured, Measured]], stats.Paired]] = {}
     for i, setting in enumerate(settings):
-        base = {run.seed: run for arm in setting.arms if arm.name == rule.baseline for run in arm.runs}
+        base = {run.seed: run for arm in setting.arms if arm.name == rule.reference for run in arm.runs}
         for arm in setting.arms:
             both = [(run, base[run.seed]) for run in arm.runs if run.seed in base]
-            if arm.name != rule.baseline and both:
+            if arm.name != rule.reference and both:
                 result = stats.paired([run.value - other.value for run, other in both], confidence=rule.confidence)
                 pairs[i, arm.name] = both, result
-    planned = len(settings) * (len(study.arms) - 1) if rule.correction == "holm" else None
+    planned = sum(len(s.arms) - 1 for s in settings) if rule.correction == "holm" else None
 
     def one_sided(against: float) -> dict[tuple[int, str], float | None]:
         return {

@@ -56,7 +56,7 @@ def _mcnemar(analysis: Analysis, setting: Setting, arm: Arm, split: str, key: st
     base = {run.seed: run for run in analysis.baseline(setting).runs if split in run.answers}
     pairs = [(run, base[run.seed]) for run in arm.runs if run.seed in base]
     both = [run for pair in pairs for run in pair]
-    if arm.name == analysis.study.decide.baseline or not pairs or not comparable(both):
+    if arm.name == analysis.study.decide.reference or not pairs or not comparable(both):
         return (EMPTY,) * 3
     found = stats.pooled_mcnemar([(run.answers[split], other.answers[split]) for run, other in pairs])
     ids = tuple(run.id for run in both)

@@ -18,7 +18,7 @@ def published_table(analysis: Analysis) -> Table | None:
     """Measured next to published, for the arms that reproduce a published row."""
     rows, doubts = [], defaultdict[str, list[str]](list)
     for setting in analysis.settings:
-        base = _published(analysis, setting, analysis.study.decide.baseline)
+        base = _published(analysis, setting, analysis.study.decide.reference)
         for arm in setting.arms:
             if row := _published(analysis, setting, arm.name):
                 rows.append(_published_row(analysis, setting, arm, row, base))
@@ -142,19 +142,26 @@ def rate_table(analysis: Analysis) -> Table | None:
             if arm.search is None:
                 continue
             key, found = f"{number_key(setting, arm)}.search", arm.search
-            for lr, spread in found.choice.curve.items():
+            for point, spread in found.curve.items():
+                ids, at = found.runs[point], ".".join(f"{value:g}" for value in point)
                 rows.append((
                     arm_cell(analysis, arm.name, setting.title),
-                    Cell((Number(f"{key}.{lr:g}.lr", lr, f"{lr:g}", found.runs[lr]),)),
-                    Cell((Number(f"{key}.{lr:g}.loss", spread.mean, f"{spread.mean:.4f}", found.runs[lr]),)),
-                    Cell((Number(f"{key}.{lr:g}.n", spread.n, f"{spread.n}", found.runs[lr]),)),
-                    Cell(("chosen" if lr == arm.lr else "",)),
+                    *(Cell((Number(f"{key}.{at}.{name}", v, f"{v:g}", ids),))
+                      for name, v in zip(found.choice.keys, point, strict=True)),
+                    Cell((Number(f"{key}.{at}.loss", spread.mean, f"{spread.mean:.4f}", ids),)),
+                    Cell((Number(f"{key}.{at}.n", spread.n, f"{spread.n}", ids),)),
+                    Cell(("chosen" if point == found.choice.best else "",)),
                 ))  # fmt: skip
+            for point, why in found.choice.out.items():
+                values = (Cell((f"{value:g}",)) for value in point)
+                rows.append(
+                    (arm_cell(analysis, arm.name, setting.title), *values, EMPTY, EMPTY, Cell((f"out: {why}",)))
+                )
+    names = (("Learning rate" if key == "train.lr" else key, "") for key in analysis.study.searched)
     columns = (
-        ("Arm", ""), ("Learning rate", ""), ("Loss", "mean over the search's seeds, nats"), ("Seeds", "of the search"),
-        ("", ""),
+        ("Arm", ""), *names, ("Loss", "mean over the search's seeds, nats"), ("Seeds", "of the search"), ("", ""),
     )  # fmt: skip
-    return Table("rates", "Learning-rate search", columns, tuple(rows)) if rows else None
+    return Table("rates", "Search for the learning rate", columns, tuple(rows)) if rows else None
 
 
 def run_table(analysis: Analysis) -> Table:
@@ -204,7 +211,7 @@ def rule(analysis: Analysis) -> list[str]:
         where = d.split or "validation"
         what = f"the error rate on {where} of the model with the lowest validation loss, from its stored predictions"
         limit = f"{d.margin_points:g} points of accuracy"
-    comparisons = len(analysis.settings) * (len(study.arms) - 1)
+    comparisons = sum(len(setting.arms) - 1 for setting in analysis.settings)
     if d.correction != "holm":
         correction = "No correction for several arms, as the study file asks."
     elif comparisons < 2:
@@ -217,15 +224,20 @@ def rule(analysis: Analysis) -> list[str]:
             "claims about the margin and claims to be better than the baseline are corrected each among themselves."
         )
     provisional = f"Provisional: fewer than {ENOUGH} pairs, or too few for the sign-flip test to reach the level."
-    grid = len(study.lr.of(d.baseline)) if study.lr else 0
-    rates = (
-        f"Each arm is compared at the best of its own {grid} learning rates, chosen on validation with other seeds."
-        if study.lr
-        else "Each arm uses the learning rate that the study file gives it; none was searched for."
-    )
+    rates = "Each arm uses the learning rate that the study file gives it; none was searched for."
+    if study.lr:
+        grid = len(study.lr.of(d.reference))
+        rates = (
+            f"Each arm is compared at the best of its own {grid} learning rates, chosen on validation with other seeds."
+        )
+    elif study.search:
+        rates = (
+            f"Each arm is compared at its own best {' and '.join(study.searched)}, chosen on validation with other "
+            "seeds by a search that goes on until the best point lies between others; the same rule for every arm."
+        )
     return [
         f"Compared: {what}.",
-        f"Paired by seed with {d.baseline}: the same initialisation seed and the same batches. {rates}",
+        f"Paired by seed with {d.reference}: the same initialisation seed and the same batches. {rates}",
         f"Margin: {limit}.",
         f"Superior: the t interval of the mean paired difference ({percent} before correction) lies below zero. "
         "Non-inferior: it lies below the margin. Inferior: it lies above the margin. Else inconclusive. "

@@ -38,20 +38,21 @@ def notices(analysis: Analysis) -> list[Notice]:
 
 
 def _unfinished(analysis: Analysis) -> list[str]:
-    done = len(analysis.search) + len(analysis.compare) + len(analysis.diverged)
+    done = len(analysis.search) + len(analysis.compare) + len(analysis.checks) + len(analysis.diverged)
     if done >= analysis.planned:
         return []
-    seeds, lacking = len(analysis.study.seeds), []
+    lacking, searched = [], bool(analysis.study.searched)
     for setting in analysis.settings:
+        seeds = len(analysis.study.seeds_of(setting.size))
         for arm in setting.arms:
             where = _at(arm.name, setting.title)
             if arm.hopeless:
                 lacking.append(f"{where} (every learning rate of its grid diverged)")
-            elif arm.lr is None and analysis.study.lr:
-                lacking.append(f"{where} (learning rate not chosen yet)")
+            elif searched and not arm.runs:
+                lacking.append(f"{where} (learning rate not chosen yet)" if arm.lr is None else f"{where} (no seed)")
             elif len(arm.runs) < seeds:
                 lacking.append(f"{where} ({len(arm.runs)} of {seeds} seeds)")
-            elif analysis.study.lr and arm.search is None:
+            elif searched and arm.search is None and setting.budget == analysis.study.search_budget(setting.size):
                 lacking.append(f"{where} (learning-rate search)")
     return [f"Unfinished: {analysis.planned - done} of {analysis.planned} runs give no number: {_listed(lacking)}."]
 
@@ -136,18 +137,14 @@ def _astray(analysis: Analysis) -> list[str]:
 
 
 def _edges(analysis: Analysis) -> list[str]:
-    """A best rate at an end of its grid, unless the rates beyond it were tried and failed."""
+    """A best rate at an end of what was tried, unless the rates beyond it failed."""
     found = []
     for setting in analysis.settings:
         for arm in setting.arms:
             search = arm.search
-            if search is None or search.choice.edge is None:
-                continue
-            best, edge = search.choice.best, search.choice.edge
-            bracketed = any(lr > best if edge == "highest" else lr < best for lr in search.diverged)
-            if not bracketed:
-                found.append(f"{_at(arm.name, setting.title)} ({best:g}, the {edge} of its grid)")
-    return [f"The best learning rate may lie outside the grid: {_listed(found)}."] if found else []
+            if search and search.choice.edge:
+                found.append(f"{_at(arm.name, setting.title)} ({search.choice}, the {search.choice.edge} tried)")
+    return [f"The best settings may lie outside what was tried: {_listed(found)}."] if found else []
 
 
 def _machines(analysis: Analysis) -> list[str]:

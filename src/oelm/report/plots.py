@@ -132,7 +132,7 @@ def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
     confidence, lines = analysis.study.decide.confidence, []
     for arm in setting.arms:
         pairs = [(run, base[run.seed]) for run in arm.runs if run.seed in base]
-        if arm.name == analysis.study.decide.baseline or len(pairs) < 2:
+        if arm.name == analysis.study.decide.reference or len(pairs) < 2:
             continue
         size = min(run.curve.size for pair in pairs for run in pair)
         if not size:
@@ -172,21 +172,21 @@ def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
 
 def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
     arms = [(arm, arm.search) for arm in setting.arms if arm.search]
-    if not arms:
+    if not arms or analysis.study.searched[0] != "train.lr":
         return None
 
     def draw(axes: Axes) -> None:
         rates: set[float] = set()
         for arm, search in arms:
-            index, curve = arm_index(analysis, arm.name), search.choice.curve
+            index, best = arm_index(analysis, arm.name), search.choice.best
+            curve = {point[0]: spread for point, spread in search.curve.items() if point[1:] == best[1:]}
             rates |= set(curve)
             means = [spread.mean for spread in curve.values()]
             axes.plot(list(curve), means, "o", color=colour(index), linestyle=_dash(index), markersize=4)
             for lr, spread in curve.items():
                 if spread.n > 1:
                     axes.plot([lr, lr], [spread.min, spread.max], color=colour(index), linewidth=1)
-            best = search.choice.best
-            axes.plot([best], [curve[best].mean], "o", color=colour(index), markersize=9, markerfacecolor="none")
+            axes.plot([best[0]], [curve[best[0]].mean], "o", color=colour(index), markersize=9, markerfacecolor="none")
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_minor_locator(LogLocator(subs=()))
@@ -194,9 +194,14 @@ def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
         axes.set_xticks(shown, [f"{lr:.0e}".replace("e-0", "e-") if lr < 1e-3 else f"{lr:g}" for lr in shown])
         _label(axes, "learning rate", "validation loss (nats)")
 
-    data = [(arm.name, [(lr, s.mean, s.n) for lr, s in search.choice.curve.items()]) for arm, search in arms]
-    caption = "Each arm's own grid, of the same size for all. Ring: the rate it was compared with."
-    return _figure(f"rates.{setting.title}", "Learning-rate search", caption, data, draw)
+    data = [(arm.name, [(point, s.mean, s.n) for point, s in search.curve.items()]) for arm, search in arms]
+    how = (
+        "Searched by one rule for all arms"
+        if analysis.study.search
+        else "Each arm's own grid, of the same size for all"
+    )
+    caption = f"{how}. Ring: the rate that each arm was compared at."
+    return _figure(f"rates.{setting.title}", "Cost against rate", caption, data, draw)
 
 
 def _savings(analysis: Analysis, where: str) -> Figure:

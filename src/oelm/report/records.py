@@ -160,6 +160,12 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
     frozen, scheduled = record.mean_frozen(facts, metrics), any(line["kind"] == "freeze" for line in metrics)
     stride = -(-(config.train.max_steps or totals["steps"]) // BINS)
     value, labels, answers = best["loss"], "", dict[str, NDArray[np.bool_]]()
+    if decide.metric == "loss" and decide.split == "test":
+        if "test" not in totals.get("splits", {}):
+            raise ValueError(
+                "run.json has no loss on a test split, which decide.split asks for; see data.test_fraction"
+            )
+        value = totals["splits"]["test"]["loss"]
     if decide.metric == "accuracy":
         answers, labels = _answers(path, totals)
         split = decide.split or "validation"

@@ -57,7 +57,7 @@ def _arm_row(analysis: Analysis, setting: Setting, arm: Arm, index: int) -> tupl
         name,
         _effect_cell(analysis, arm, key),
         _verdict_cell(arm.comparison, key) if arm.comparison else Cell(("reference",), tone="quiet")
-        if arm.name == analysis.study.decide.baseline else EMPTY,
+        if arm.name == analysis.study.decide.reference else EMPTY,
         *_level_cells(analysis, arm, key),
         Cell((Number(f"{key}.trainable", first.trainable, f"{first.trainable:,}", arm.ids),)),
         Cell(
@@ -148,7 +148,7 @@ def headline(analysis: Analysis) -> list[Clause]:
         if arms:
             clauses.append(Clause(decision, f"{said} (provisional)" if provisional else said, tuple(arms)))
     compared = {arm.name for _, arm, _ in analysis.comparisons()}
-    if open_arms := [name for name in analysis.study.arms if name not in {*compared, analysis.study.decide.baseline}]:
+    if open_arms := [name for name in analysis.study.arms if name not in {*compared, analysis.study.decide.reference}]:
         clauses.append(Clause("open", "No verdict yet", tuple((name,) for name in open_arms)))
     return [replace(c, said=c.said if i == 0 else c.said[0].lower() + c.said[1:]) for i, c in enumerate(clauses)]
 
@@ -179,4 +179,4 @@ def arm_index(analysis: Analysis, name: str) -> int | None:
 
 
 def number_key(setting: Setting, arm: Arm) -> str:
-    return ".".join((setting.corpus, setting.size, arm.name))
+    return ".".join((setting.corpus, setting.size, *([f"{setting.budget}"] if setting.budget else []), arm.name))

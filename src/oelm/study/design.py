@@ -20,7 +20,8 @@ from ..record import read_metrics, timing_stats
 from ..runtime import choose_precision, measure_peak
 from ..training.rehearsal import random_model
 from .execute import gpu_memory, share_cores
-from .plan import Cell, Group, StudyConfig, comparison_runs, groups, search_runs
+from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, groups, search_runs
+from .search import Point
 from .stats import minimum_detectable, smallest_p
 from .watch import Seen, duration_text, planned
 
@@ -35,6 +36,7 @@ class Cost:
     arm: str
     corpus: str
     size: str
+    budget: int | None
     runs: int
     parameters: int
     trained: int
@@ -64,21 +66,23 @@ class Design:
 
 def describe(study: StudyConfig, sd: float = 0.01) -> Design:
     """Cost and power of a study; `sd` is the assumed spread, in nats, of the paired differences over seeds."""
-    rates = {group: study.lr.of(group.arm)[0] for group in groups(study)} if study.lr else {}  # any costs the same
-    cells: dict[tuple[str, Group], list[Cell]] = {}
-    for cell in [*search_runs(study), *comparison_runs(study, rates)]:
-        cells.setdefault((cell.stage, cell.group), []).append(cell)
+    search, points = search_runs(study), dict[Group, Point]()
+    for cell in search:
+        points.setdefault(cell.group, cell.point)  # whichever is chosen costs the same
+    cells: dict[tuple[str, Group, int | None], list[Cell]] = {}
+    for cell in [*search, *comparison_runs(study, points), *check_runs(study, points)]:
+        cells.setdefault((cell.stage, cell.group, cell.budget), []).append(cell)
     some = next(iter(cells.values()))[0].config
     gpus = len(gpu_memory())
     slots, threads = share_cores(study.execution, some.system.threads, gpus)
     abreast = min(slots, gpus) if gpus else slots  # runs that share a GPU share its speed
-    costs, spent, basis = _timed([_cost(group) for group in cells.values()], study, some, threads)
+    costs, spent, basis = _timed([_cost(some, study) for some in cells.values()], study, some, threads)
     seconds: dict[str, float] = {}
-    for stage in dict.fromkeys(stage for stage, _ in cells):
+    for stage in dict.fromkeys(stage for stage, *_ in cells):
         here = [cost for cost in costs if cost.stage == stage]
         seconds[stage] = max(sum(c.seconds for c in here) / abreast, max(c.seconds / c.runs for c in here))
     left = max(0.0, sum(seconds.values()) - spent / abreast)
-    n, detectable = len(study.seeds), None
+    n, detectable = min(len(study.seeds_of(size)) for size in study.sizes or [""]), None
     if n > 1:
         detectable = minimum_detectable(n, sd, confidence=study.decide.confidence)
     return Design(
@@ -88,9 +92,9 @@ def describe(study: StudyConfig, sd: float = 0.01) -> Design:
 
 
 def _notes(study: StudyConfig, sd: float, detectable: float | None, some_task: bool) -> list[str]:
-    n, rule = len(study.seeds), study.decide
+    n, rule = min(len(study.seeds_of(size)) for size in study.sizes or [""]), study.decide
     p, level = smallest_p(n), 1 - rule.confidence
-    rivals = sum(group.arm != rule.baseline for group in groups(study))
+    rivals = sum(group.arm != rule.reference for group in groups(study))
     times = rivals if rule.correction == "holm" and rivals > 1 else 1
     holm = f", {min(1, p * times):.3g} after Holm over {times}" if times > 1 else ""
     pairs, comparisons = f"{n} paired seed{'s' * (n != 1)}", f"{rivals} comparison{'s' * (rivals != 1)}"
@@ -143,8 +147,8 @@ def _rows_of(task: str) -> int:
     return published_task(config).train_rows
 
 
-def _cost(cells: list[Cell]) -> Cost:
-    config, group = cells[0].config, cells[0].group
+def _cost(cells: list[Cell], study: StudyConfig) -> Cost:
+    config, group, budget = cells[0].config, cells[0].group, cells[0].budget
     with torch.device("meta"):
         model, context, _ = random_model(config)
     shape: Any = model.config
@@ -153,7 +157,8 @@ def _cost(cells: list[Cell]) -> Cost:
     steps = train.max_steps or max(1, math.ceil((train.epochs or 1) * (_examples(config.task) // train.batch_size)))
     if train.max_tokens:
         steps = min(steps, max(1, train.max_tokens // step))
-    tokens = steps * step * len(cells)
+    shared = _shared_steps(cells[0], study)
+    tokens = (steps - shared) * step * len(cells)
     width = shape.hidden_size
     inner = getattr(shape, "intermediate_size", 4 * width)
     kept = (8 * width + 2 * inner) * shape.num_hidden_layers * step // train.accumulate  # for the backward pass
@@ -161,11 +166,21 @@ def _cost(cells: list[Cell]) -> Cost:
     model.oelm_report = report
     flops = run_flops(model, steps, context)
     per_evaluation = 0 if config.task else train.eval_tokens or 0
-    evaluated = -(-steps // train.eval_every) * per_evaluation * len(cells)
+    evaluated = -(-(steps - shared) // train.eval_every) * per_evaluation * len(cells)
     return Cost(
-        cells[0].stage, *group, len(cells), report.total, report.trainable, tokens, flops.total * tokens,
+        cells[0].stage, *group, budget, len(cells), report.total, report.trainable, tokens, flops.total * tokens,
         flops.forward * evaluated, memory,
     )  # fmt: skip
+
+
+def _shared_steps(cell: Cell, study: StudyConfig) -> int:
+    """Steps that a run of the comparison takes over from the next shorter budget instead of taking them itself."""
+    budgets = study.budgets_of(cell.group.size)
+    before = [b for b in budgets if b is not None and cell.budget is not None and b < cell.budget]
+    train = cell.config.train
+    if cell.stage != "compare" or not before or cell.config.method.oelm(0).schedule:
+        return 0
+    return train.decay_start(before[-1]) if train.warmup(before[-1]) == train.warmup(cell.budget or 0) else 0
 
 
 def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: int) -> tuple[list[Cost], float, str]:
@@ -174,15 +189,15 @@ def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: in
     Finished runs of the study are the best measure: a group's own where it has some, else all runs' seconds per FLOP.
     """
     cells, _, seen = planned(study)
-    own: dict[Group, list[float]] = {}
+    own: dict[tuple[str, Group, int | None], list[float]] = {}
     for cell in cells:
         if (seconds := _seconds(cell, seen[cell.config.id])) is not None:
-            own.setdefault(cell.group, []).append(seconds)
-    each = {group: sum(spent) / len(spent) for group, spent in own.items()}
-    work = {Group(c.arm, c.corpus, c.size): (c.flops + c.evaluation) / c.runs for c in costs}
+            own.setdefault((cell.stage, cell.group, cell.budget), []).append(seconds)
+    each = {place: sum(spent) / len(spent) for place, spent in own.items()}
+    work = {_place(c): (c.flops + c.evaluation) / c.runs for c in costs}
     if each:
         done = sum(map(len, own.values()))
-        speed = sum(work[group] for group in each) / sum(each.values())
+        speed = sum(work[place] for place in each) / sum(each.values())
         basis = f"{done} finished run{'s' * (done != 1)} of this study"
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -197,9 +212,13 @@ def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: in
         )
     timed = []
     for cost in costs:
-        group = Group(cost.arm, cost.corpus, cost.size)
-        timed.append(replace(cost, seconds=cost.runs * each.get(group, work[group] / speed)))
+        place = _place(cost)
+        timed.append(replace(cost, seconds=cost.runs * each.get(place, work[place] / speed)))
     return timed, sum(map(sum, own.values())), basis
+
+
+def _place(cost: Cost) -> tuple[str, Group, int | None]:
+    return cost.stage, Group(cost.arm, cost.corpus, cost.size), cost.budget
 
 
 def _seconds(cell: Cell, seen: Seen) -> float | None:
@@ -230,12 +249,14 @@ def design_table(design: Design) -> Table:
     ]
     result = Table(title=f"{design.name}: {design.question}", caption="\n".join([*lines, *design.notes]))
     result.caption_justify = result.title_justify = "left"
-    for name in ("stage", "arm", "corpus", "size"):
+    for name in ("stage", "arm", "corpus", "size", "budget"):
         result.add_column(name)
     for name in ("runs", "parameters", "trained", "tokens", "FLOPs", "memory", "a run"):
         result.add_column(name, justify="right", no_wrap=True)
     for c in design.costs:
         counts = [f"{c.runs}", f"{c.parameters:,}", f"{c.trained:,}", f"{c.tokens:,}", f"{c.flops:.3g}"]
         size = f"{c.memory / 2**20:,.0f} MiB"
-        result.add_row(c.stage, c.arm, c.corpus, c.size, *counts, size, duration_text(c.seconds / c.runs))
+        result.add_row(
+            c.stage, c.arm, c.corpus, c.size, f"{c.budget or ''}", *counts, size, duration_text(c.seconds / c.runs)
+        )
     return result

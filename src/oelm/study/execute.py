@@ -25,8 +25,8 @@ from filelock import FileLock, Timeout
 
 from ..config import DataConfig, RunConfig, SystemConfig
 from ..record import is_claimed
-from .plan import Cell, Execution, StudyConfig, choose, comparison_runs, groups, search_runs
-from .watch import begin, look, losses, unsettled
+from .plan import Cell, Execution, StudyConfig, check_runs, choose, comparison_runs, groups
+from .watch import begin, diverged, look, losses, searched, unsettled
 
 BUSY = 75  # exit code of a child that found its run taken
 ATTEMPTS = 2  # of a run whose process is killed
@@ -51,17 +51,25 @@ def run_study(
             return run_on_ray(cells, study.execution, address, say=say, tick=tick)
         return run_local(cells, study.execution, say=say, tick=tick)
 
-    search = search_runs(study)
-    problems = run(search)
-    choices = choose(study, losses({cell.config.id: look(cell) for cell in search}))
-    for group in groups(study) if search else []:
+    problems: dict[Path, str] = {}
+    while True:  # a closing search asks for more runs when it has seen the last ones
+        cells, seen = searched(study)
+        found = losses(seen)
+        if all(cell.config.id in found or cell.folder in problems for cell in cells):
+            break
+        problems |= run(cells)
+    choices = choose(study, found)
+    for group in groups(study) if cells else []:
         if choice := choices.get(group):
-            edge = f", the {choice.edge} of its grid" if choice.edge in ("lowest", "highest") else ""
-            say(f"{group}: learning rate {choice.best:g}{edge}")
+            edge = f", the {choice.edge} that may be tried" if choice.edge in ("lowest", "highest") else ""
+            say(f"{group}: {choice}{edge}")
         else:
-            say(f"{group}: no learning rate, so no comparison: its search has runs that failed; see above")
-    rates = {group: choice.best for group, choice in choices.items()}
-    return problems | run(comparison_runs(study, rates))
+            say(f"{group}: nothing chosen, so no comparison: its search has runs that failed; see above")
+    chosen = {group: choice.best for group, choice in choices.items()}
+    for cell in cells:  # a rate that is too high is an answer, where a lower one was found
+        if cell.group in chosen and diverged(seen[cell.config.id]):
+            problems.pop(cell.folder, None)
+    return problems | run(comparison_runs(study, chosen)) | run(check_runs(study, chosen))
 
 
 def run_local(

@@ -5,39 +5,50 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, model_validator
 
-from ..config import MAIN_FIELD, RunConfig, Section, SystemConfig, parse_config, read_yaml, set_word, validation_line
+from ..config import (
+    MAIN_FIELD,
+    RunConfig,
+    Section,
+    SystemConfig,
+    parse_config,
+    read_yaml,
+    set_key,
+    set_word,
+    validation_line,
+)
+from .search import RATE, Choice, Closing, LearningRates, Point, choose_from_grid, explore, named
 
-if TYPE_CHECKING:
-    from .stats import LrChoice
+PerSize = list[int] | dict[str, list[int]]  # for all sizes, or for each
+Stage = Literal["search", "compare", "check"]
+Losses = Mapping[str, float | None]  # best validation loss by run id; None for a run that diverged
 
-Stage = Literal["search", "compare"]
 
-
-class LearningRates(Section):
-    """Each arm's own grid, all of the same size; the best one on validation is used for the comparison."""
-
-    grid: dict[str, list[float]] | list[float] = Field(min_length=1)  # one list for all arms, or one for each arm
-    seeds: list[int] = Field([1000], min_length=1)  # of the search; never the comparison's, which would favour them
-
-    def of(self, arm: str) -> list[float]:
-        return list(dict.fromkeys(self.grid[arm] if isinstance(self.grid, dict) else self.grid))
+# decide.reference is its older spelling
+REFERENCE = Field("baseline", validation_alias=AliasChoices("reference", "baseline"))
 
 
 class Decide(Section):
     """The rule, written before the runs."""
 
     metric: Literal["loss", "accuracy"] = "loss"  # validation loss, or the accuracy of a task's best model
-    split: str | None = None  # whose accuracy is compared; default: validation. Rates are chosen on validation always
-    baseline: str = "baseline"  # the arm that the others are compared with, at the same seeds
+    split: str | None = None  # test, or a task's own: where arms are compared; default: validation, which chooses rates
+    reference: str = REFERENCE  # the arm that the others are compared with, at the same seeds
     confidence: float = Field(0.95, gt=0.5, lt=1)  # of the t interval that decides, before the correction
     margin: float = Field(1.05, gt=1)  # largest acceptable ratio of perplexities; for accuracy see margin_points
     margin_points: float = Field(2.0, gt=0)  # largest acceptable loss of accuracy, in percentage points
     correction: Literal["holm", "none"] = "holm"  # over all comparisons of the study
+
+
+class RateCheck(Section):
+    """Another rate, tried once for every arm at each size's longest budget: is the chosen one still the best there?"""
+
+    factor: float = Field(gt=0)  # of the chosen rate, e.g. 0.5
 
 
 class Execution(Section):
@@ -57,10 +68,14 @@ class StudyConfig(Section):
     question: str  # the report's title
     base: dict[str, Any] = Field({})  # a RunConfig, as in its own file
     arms: dict[str, dict[str, Any]] = Field(min_length=1)  # name -> overrides; without a method, the name is the method
-    seeds: list[int] = Field([0, 1, 2, 3, 4, 5], min_length=1)  # both init_seed and data_seed
+    seeds: PerSize = Field([0, 1, 2, 3, 4, 5], min_length=1)  # both init_seed and data_seed; or size -> seeds
     corpora: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's corpus
     sizes: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's model
+    budgets: PerSize = Field([])  # steps: each of these train.max_steps; or size -> steps; empty: one length
+    only: dict[str, list[str]] = Field({})  # arm -> the sizes or corpora that it is run at; an arm not named: all
     lr: LearningRates | None = None  # None: each arm's own train.lr
+    search: Closing | None = None  # in place of lr: a search that extends itself until it has closed
+    check: RateCheck | None = None  # None: the chosen rates are not checked at the longest budget
     decide: Decide = Decide()
     published: dict[str, str] = Field({})  # arm, or arm/corpus -> id of the row that it reproduces (see published.py)
     execution: Execution = Execution()
@@ -73,24 +88,73 @@ class StudyConfig(Section):
         for name in (self.name, *self.arms, *self.corpora, *self.sizes):
             if not re.fullmatch(r"\w[\w.-]*", name):
                 raise ValueError(f"{name!r} names a folder: use letters, digits, . _ and - only")
-        if self.decide.baseline not in self.arms:
-            raise ValueError(f"decide.baseline: {self.decide.baseline!r} is not one of the arms {', '.join(self.arms)}")
-        if self.decide.split and self.decide.metric != "accuracy":
-            raise ValueError("decide.split: the loss is compared on validation; a split needs decide.metric=accuracy")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("seeds: a seed stands there twice")
+        if self.decide.reference not in self.arms:
+            raise ValueError(
+                f"decide.reference: {self.decide.reference!r} is not one of the arms {', '.join(self.arms)}"
+            )
+        if self.decide.reference in self.only:
+            raise ValueError("only: the reference is needed wherever another arm is compared with it")
+        if self.decide.split not in (None, "test") and self.decide.metric != "accuracy":
+            raise ValueError(
+                "decide.split: the loss is compared on validation, or on test; others need metric=accuracy"
+            )
+        for name, per_size in (("seeds", self.seeds), ("budgets", self.budgets)):
+            lists = per_size if isinstance(per_size, dict) else {"": per_size}
+            if isinstance(per_size, dict) and (odd := sorted(set(per_size) ^ set(self.sizes))):
+                raise ValueError(f"{name}: must name every size and no other; {odd[0]!r} is only in one of them")
+            if any(len(set(values)) < len(values) for values in lists.values()):
+                raise ValueError(f"{name}: a {name[:-1]} stands there twice")
+        if any(not seeds for seeds in (self.seeds.values() if isinstance(self.seeds, dict) else [self.seeds])):
+            raise ValueError("seeds: every size needs at least one")
         for key in self.published:
             arm, _, corpus = key.partition("/")
             if arm not in self.arms or (corpus and corpus not in self.corpora):
                 raise ValueError(f"published: {key!r} is neither an arm nor an arm/corpus of this study")
+        for arm, places in self.only.items():
+            if unknown := [place for place in places if place not in {*self.sizes, *self.corpora}]:
+                raise ValueError(f"only: {unknown[0]!r} is neither a size nor a corpus of this study")
+            if arm not in self.arms:
+                raise ValueError(f"only: {arm!r} is not one of the arms {', '.join(self.arms)}")
+        self._search_fits()
+        return self
+
+    def _search_fits(self) -> None:
+        if self.lr and self.search:
+            raise ValueError("search: give lr.grid or search, not both")
+        if self.check and not self.searched:
+            raise ValueError("check: needs a search whose choice it could check; give lr or search")
         if self.lr and isinstance(self.lr.grid, dict) and (odd := sorted(set(self.lr.grid) ^ set(self.arms))):
             raise ValueError(f"lr.grid: must name every arm and no other; {odd[0]!r} is only in one of them")
         sizes = {arm: len(self.lr.of(arm)) for arm in self.arms} if self.lr else {}
         if len(set(sizes.values())) > 1 or 0 in sizes.values():
             raise ValueError(f"lr.grid: every arm needs a grid of the same size, got {sizes}")
-        if self.lr and (both := set(self.lr.seeds) & set(self.seeds)):
-            raise ValueError(f"lr.seeds: {min(both)} is a seed of the comparison too; search with other seeds")
-        return self
+        for size in self.sizes or [""]:
+            if both := set(self.search_seeds) & set(self.seeds_of(size)):
+                where = "lr" if self.lr else "search"
+                raise ValueError(f"{where}.seeds: {min(both)} is a seed of the comparison too; search with other seeds")
+            if self.search and self.search.budget and self.search.budget not in self.budgets_of(size):
+                raise ValueError(f"search.budget: {self.search.budget} is not one of the budgets of every size")
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """The keys of a run that the search decides."""
+        return tuple(self.search.over) if self.search else RATE if self.lr else ()
+
+    @property
+    def search_seeds(self) -> list[int]:
+        found = self.search or self.lr
+        return found.seeds if found else []
+
+    def seeds_of(self, size: str) -> list[int]:
+        return self.seeds[size] if isinstance(self.seeds, dict) else self.seeds
+
+    def budgets_of(self, size: str) -> list[int | None]:
+        """In rising order: each goes on from where the shorter one began to decay."""
+        given = self.budgets.get(size, []) if isinstance(self.budgets, dict) else self.budgets
+        return [*sorted(given)] or [None]
+
+    def search_budget(self, size: str) -> int | None:
+        return self.search.budget if self.search and self.search.budget else self.budgets_of(size)[0]
 
     @property
     def folder(self) -> Path:
@@ -126,15 +190,23 @@ class Cell:
     stage: Stage
     group: Group
     seed: int
-    lr: float
+    keys: tuple[str, ...]  # that the study searches
+    point: Point  # their values here
+    budget: int | None  # None: the study has one length only
     config: RunConfig
+
+    @property
+    def lr(self) -> float:
+        return self.config.train.lr
 
     @property
     def folder(self) -> Path:
         return self.config.folder
 
     def __str__(self) -> str:
-        return f"{self.stage} {self.group} lr {self.lr:g} seed {self.seed}"
+        steps = f" {self.budget} steps" if self.budget else ""
+        values = named(self.keys, self.point) if self.point else f"lr {self.lr:g}"
+        return f"{self.stage} {self.group}{steps} {values} seed {self.seed}"
 
 
 def load_study(path: Path, words: Iterable[str] = (), scale: str | None = None) -> StudyConfig:
@@ -158,7 +230,7 @@ def load_study(path: Path, words: Iterable[str] = (), scale: str | None = None) 
     begun = (study.folder / "study.json").exists()  # checked then, and not changed since: spare the import of torch
     for group in [] if begun else groups(study):
         try:
-            _cell(study, "compare", group, study.seeds[0]).config.method.oelm(0)
+            _cell(study, "compare", group, study.seeds_of(group.size)[0]).config.method.oelm(0)
         except ValueError as error:
             raise ValueError(f"{path}: {group}: {error}") from None
     return study
@@ -177,56 +249,91 @@ def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def groups(study: StudyConfig) -> list[Group]:
-    return [Group(arm, c, s) for c in study.corpora or [""] for s in study.sizes or [""] for arm in study.arms]
+    return [
+        Group(arm, c, s)
+        for c in study.corpora or [""] for s in study.sizes or [""] for arm in study.arms
+        if arm not in study.only or {c, s} & set(study.only[arm])
+    ]  # fmt: skip
 
 
-def search_runs(study: StudyConfig) -> list[Cell]:
-    """The runs that find each arm's learning rate; none where the arms bring their own."""
-    if study.lr is None:
+def search_runs(study: StudyConfig, losses: Losses | None = None) -> list[Cell]:
+    """The runs that find each arm's settings, as far as the losses show them; none where arms bring their own."""
+    cells = [cell for group in groups(study) for cell in _search_of(study, group, losses or {})[0]]
+    return sorted(cells, key=lambda cell: study.search_seeds.index(cell.seed))
+
+
+def choose(study: StudyConfig, losses: Losses) -> dict[Group, Choice]:
+    """The best settings of every group whose search is over; none where every point of it failed."""
+    found = {group: _search_of(study, group, losses)[1] for group in groups(study)}
+    return {group: choice for group, choice in found.items() if choice is not None}
+
+
+def _search_of(study: StudyConfig, group: Group, losses: Losses) -> tuple[list[Cell], Choice | None]:
+    budget = study.search_budget(group.size)
+
+    def runs(points: Iterable[Point]) -> dict[Point, list[Cell]]:
+        return {
+            point: [_cell(study, "search", group, seed, point, budget) for seed in study.search_seeds]
+            for point in points
+        }
+
+    def measured(cells: dict[Point, list[Cell]]) -> dict[Point, list[float | None]]:
+        whole = {p: some for p, some in cells.items() if all(cell.config.id in losses for cell in some)}
+        return {point: [losses[cell.config.id] for cell in some] for point, some in whole.items()}
+
+    if study.lr:
+        cells = runs((lr,) for lr in study.lr.of(group.arm))
+        results = measured(cells)
+        return [*chain(*cells.values())], choose_from_grid(results) if len(results) == len(cells) else None
+    if study.search is None:
+        return [], None
+    wanted, choice = explore(study.search, {})
+    while True:  # each round of measurements may ask for points beyond
+        cells = runs(wanted)
+        further, choice = explore(study.search, measured(cells))
+        if set(further) == set(wanted):
+            return [*chain(*cells.values())], choice
+        wanted = further
+
+
+def comparison_runs(study: StudyConfig, chosen: Mapping[Group, Point]) -> list[Cell]:
+    """The paired runs, seed by seed; with a search, of the groups that have their settings by now."""
+    ready = [group for group in groups(study) if not study.searched or group in chosen]
+    cells = [
+        _cell(study, "compare", group, seed, chosen.get(group, ()), budget)
+        for group in ready for seed in study.seeds_of(group.size) for budget in study.budgets_of(group.size)
+    ]  # fmt: skip
+    seeds = {group: study.seeds_of(group.size) for group in ready}
+    return sorted(cells, key=lambda cell: (seeds[cell.group].index(cell.seed), cell.budget or 0))
+
+
+def check_runs(study: StudyConfig, chosen: Mapping[Group, Point]) -> list[Cell]:
+    """Every group once more at its longest budget, at another rate and the first seed of the comparison."""
+    if study.check is None:
         return []
-    return [
-        _cell(study, "search", group, seed, lr)
-        for seed in study.lr.seeds for group in groups(study) for lr in study.lr.of(group.arm)
-    ]  # fmt: skip
+    factor, rate = study.check.factor, study.searched.index("train.lr")
+    cells = []
+    for group, point in chosen.items():
+        moved = (*point[:rate], float(f"{point[rate] * factor:.6g}"), *point[rate + 1 :])
+        budget = study.budgets_of(group.size)[-1]
+        cells.append(_cell(study, "check", group, study.seeds_of(group.size)[0], moved, budget))
+    return cells
 
 
-def choose(study: StudyConfig, losses: Mapping[str, float | None]) -> dict[Group, LrChoice]:
-    """The best learning rate of every group whose search is complete; none where every rate diverged.
-
-    `losses`: best validation loss by run id, None for a run that diverged, whose learning rate is then out.
-    """
-    from .stats import choose_lr
-
-    chosen, search = {}, search_runs(study)
-    for group in groups(study) if search else []:
-        cells = [cell for cell in search if cell.group == group]
-        if any(cell.config.id not in losses for cell in cells):
-            continue
-        table: dict[float, list[float | None]] = {}
-        for cell in cells:
-            table.setdefault(cell.lr, []).append(losses[cell.config.id])
-        sound = {lr: [v for v in values if v is not None] for lr, values in table.items() if None not in values}
-        if sound:
-            chosen[group] = choose_lr(sound, confidence=study.decide.confidence)
-    return chosen
-
-
-def comparison_runs(study: StudyConfig, chosen: Mapping[Group, float]) -> list[Cell]:
-    """The paired runs, seed by seed; with a search, of the groups that have a learning rate by now."""
-    return [
-        _cell(study, "compare", group, seed, chosen.get(group))
-        for seed in study.seeds for group in groups(study) if study.lr is None or group in chosen
-    ]  # fmt: skip
-
-
-def _cell(study: StudyConfig, stage: Stage, group: Group, seed: int, lr: float | None = None) -> Cell:
+def _cell(
+    study: StudyConfig, stage: Stage, group: Group, seed: int, point: Point = (), budget: int | None = None
+) -> Cell:
+    searched: dict[str, Any] = {}
+    for key, value in zip(study.searched if point else (), point, strict=True):
+        set_key(searched, key, value)
     raw = merge(
         {"method": {"arm": group.arm}}, study.base, study.corpora.get(group.corpus, {}),
         study.sizes.get(group.size, {}), study.arms[group.arm],
-        {"init_seed": seed, "data_seed": seed}, {} if lr is None else {"train": {"lr": lr}},
+        {"init_seed": seed, "data_seed": seed}, searched, {"train": {"max_steps": budget}} if budget else {},
     )  # fmt: skip
     config = parse_config(raw)
-    lr = config.train.lr
-    name = "-".join([*filter(None, group), f"lr{lr:g}", f"s{seed}"])
+    parts = [*filter(None, group), f"{budget}steps" if budget else "", f"lr{config.train.lr:g}", f"s{seed}"]
+    name = "-".join(filter(None, parts))
     out = str(study.folder / f"{name}-{config.id}")
-    return Cell(stage, group, seed, lr, config.model_copy(update={"name": name, "out": out}))
+    placed = config.model_copy(update={"name": name, "out": out})
+    return Cell(stage, group, seed, study.searched if point else (), point, budget, placed)

@@ -7,7 +7,7 @@ Results are plain (`dataclasses.asdict` is JSON). What cannot be computed is Non
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,6 @@ from scipy import special  # type: ignore[import-untyped]
 from scipy import stats as sps
 
 Decision = Literal["superior", "non-inferior", "inferior", "inconclusive", "too few seeds"]
-Edge = Literal["lowest", "highest", "only"]
 _ENUMERATED = 20  # pairs: up to 2**20 sign flips are tried one and all, beyond that they are drawn
 
 
@@ -61,13 +60,6 @@ class Verdict:
     bound_value: float | None
     sign_flip_attainable: bool  # False: no sign-flip p below 1 - confidence exists for so few pairs
     reason: str
-
-
-@dataclass(frozen=True)
-class LrChoice:
-    best: float
-    edge: Edge | None  # not None: the optimum may lie outside the grid
-    curve: dict[float, Spread]  # in rising order of learning rate
 
 
 @dataclass(frozen=True)
@@ -169,19 +161,6 @@ def minimum_detectable(n: int, sd: float, *, confidence: float = 0.95, power: fl
     _check_range("power", power)
     critical = sps.t.ppf((1 + confidence) / 2, n - 1)
     return float(special.nctdtrinc(n - 1, 1 - power, critical)) / math.sqrt(n) * sd
-
-
-def choose_lr(table: Mapping[float, Sequence[float]], *, confidence: float = 0.95) -> LrChoice:
-    """The learning rate with the lowest mean loss over seeds; the lower learning rate in a tie."""
-    _check(len(table) > 0, "learning rates: empty")
-    rates = sorted(table)
-    losses = (_numbers(f"losses at lr {lr:g}", table[lr]) for lr in rates)
-    curve = {lr: seed_spread(v, confidence=confidence) for lr, v in zip(rates, losses, strict=True)}
-    counts = [curve[lr].n for lr in rates]
-    _check(len(set(counts)) == 1, f"learning rates: unequal numbers of seeds {counts} for {rates}")
-    best = min(rates, key=lambda lr: curve[lr].mean)
-    ends: dict[float, Edge] = {rates[-1]: "highest", rates[0]: "lowest" if len(rates) > 1 else "only"}
-    return LrChoice(best, ends.get(best), curve)
 
 
 def wilson(successes: float, n: int, confidence: float = 0.95) -> Interval:

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from ..config import validation_line
 from ..record import differences, evaluations, is_claimed, read_metrics, read_run, write_atomically
-from .plan import Cell, Group, StudyConfig, choose, comparison_runs, groups, search_runs
+from .plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 
 COLUMNS = {
-    "run": "{}", "stage": "{}", "arm": "{}", "corpus": "{}", "size": "{}", "seed": "{}", "lr": "{:g}", "step": "{:,}",
-    "percent": "{:.0f}", "train_loss": "{:.4f}", "val_ppl": "{:.2f}", "val_accuracy": "{:.2%}",
-    "tokens_per_second": "{:,.0f}", "remaining": "{}", "status": "{}",
+    "run": "{}", "stage": "{}", "arm": "{}", "corpus": "{}", "size": "{}", "budget": "{}", "seed": "{}",
+    "lr": "{:g}", "step": "{:,}", "percent": "{:.0f}", "train_loss": "{:.4f}", "val_ppl": "{:.2f}",
+    "val_accuracy": "{:.2%}", "tokens_per_second": "{:,.0f}", "remaining": "{}", "status": "{}",
 }  # fmt: skip
 STATUSES = {"running": "cyan", "failed": "red", "damaged": "red", "interrupted": "yellow", "stopped": "yellow",
             "waiting": "", "finished": "green"}  # fmt: skip
@@ -121,14 +121,24 @@ def losses(seen: dict[str, Seen]) -> dict[str, float | None]:
     return results
 
 
+def searched(study: StudyConfig) -> tuple[list[Cell], dict[str, Seen]]:
+    """The runs of the search that are known by now, and how they stand: what is measured shows what is needed."""
+    seen: dict[str, Seen] = {}
+    while True:
+        cells = search_runs(study, losses(seen))
+        new = {cell.config.id: look(cell) for cell in cells if cell.config.id not in seen}
+        if not new:
+            return cells, seen
+        seen |= new
+
+
 def planned(study: StudyConfig) -> tuple[list[Cell], list[Group], dict[str, Seen]]:
     """All runs known by now, the groups that still wait for their learning rate, and how the runs stand."""
-    search = search_runs(study)
-    seen = {cell.config.id: look(cell) for cell in search}
-    rates = {group: choice.best for group, choice in choose(study, losses(seen)).items()} if search else {}
-    compare = comparison_runs(study, rates)
-    seen |= {cell.config.id: look(cell) for cell in compare}
-    return search + compare, [group for group in groups(study) if search and group not in rates], seen
+    search, seen = searched(study)
+    chosen = {group: choice.best for group, choice in choose(study, losses(seen)).items()}
+    later = [*comparison_runs(study, chosen), *check_runs(study, chosen)]
+    seen |= {cell.config.id: look(cell) for cell in later}
+    return search + later, [group for group in groups(study) if search and group not in chosen], seen
 
 
 def rows(folder: Path, study: StudyConfig | None = None) -> list[dict[str, Any]]:
@@ -140,13 +150,17 @@ def rows(folder: Path, study: StudyConfig | None = None) -> list[dict[str, Any]]
     empty = dict.fromkeys(COLUMNS) | {"stage": "compare"}
     for group in waiting:  # in vain, where the search is over without a rate
         status = "waiting" if group in searching else "failed"
-        table += [{**empty, **group._asdict(), "seed": seed, "status": status} for seed in study.seeds]
+        table += [
+            {**empty, **group._asdict(), "seed": seed, "budget": budget, "status": status}
+            for seed in study.seeds_of(group.size) for budget in study.budgets_of(group.size)
+        ]  # fmt: skip
     return table
 
 
 def _row(cell: Cell, seen: Seen) -> dict[str, Any]:
     row = dict.fromkeys(COLUMNS) | cell.group._asdict()
-    row |= {"run": cell.config.id, "stage": cell.stage, "seed": cell.seed, "lr": cell.lr, "status": seen.status}
+    row |= {"run": cell.config.id, "stage": cell.stage, "budget": cell.budget, "seed": cell.seed, "lr": cell.lr}
+    row["status"] = seen.status
     path = cell.folder / "metrics.jsonl"
     if not path.exists() or seen.record is None:
         return row

@@ -18,12 +18,15 @@ _OUTPUT = re.compile(_ATTENTION + r"(o|o_proj|out_proj|out_lin|to_out|c_proj|den
 
 
 def learning_rate(step: int, config: TrainConfig, total: int) -> float:
-    """Linear warm-up, then cosine or a straight line to the floor at step `total`; `step` counts from 0."""
-    warmup = config.warmup(total)
+    """Linear warm-up, then cosine or a straight line to the floor at step `total`; `step` counts from 0.
+
+    With `wsd` the rate stays up until the decay begins: to that step, runs of every length are the same.
+    """
+    warmup, start = config.warmup(total), config.decay_start(total)
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    done = min((step - warmup) / max(total - warmup, 1), 1.0)
-    left = 1 - done if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    done = min(max(step - start, 0) / max(total - start, 1), 1.0)
+    left = 1 - done if config.decay in ("linear", "wsd") else 0.5 * (1 + math.cos(math.pi * done))
     floor = config.lr * config.min_lr_ratio
     return floor + (config.lr - floor) * left
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..config import DataConfig, RunConfig, SystemConfig
 from ..data.batches import Tokens, train_batch, val_batches
+from ..data.corpus import Split
 from ..data.tokens import Manifest, prepare
 from ..method.surgery import dry_oelm
 from ..models.build import build_gpt
@@ -27,8 +28,7 @@ class LanguageModelling:
     """The loop's Task for a causal language model on packed tokens."""
 
     config: RunConfig
-    training: Tokens
-    validation: Tokens
+    splits: dict[Split, Tokens]
     context: int
 
     @property
@@ -42,29 +42,35 @@ class LanguageModelling:
         size = self.config.train.batch_size
         share = size // parts
         x, y = train_batch(
-            self.training, seed=self.config.data_seed, step=step, batch_size=size, context=self.context,
+            self.splits["train"], seed=self.config.data_seed, step=step, batch_size=size, context=self.context,
             rows=slice(part * share, (part + 1) * share),
         )  # fmt: skip
         return {"input_ids": x, "shift_labels": y}
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        return self.measure("val", model, accelerator, self.config.train.eval_tokens)
+
+    def measure(
+        self, split: Split, model: nn.Module, accelerator: Accelerator, limit: int | None = None
+    ) -> dict[str, float]:
+        """Loss, perplexity and bits per byte on a split, or on so many tokens spread evenly over it."""
+        held = self.splits[split]
         batches = val_batches(
-            self.validation, batch_size=self.config.train.batch_size, context=self.context,
-            limit_tokens=self.config.train.eval_tokens,
+            held, batch_size=self.config.train.batch_size, context=self.context, limit_tokens=limit
         )  # fmt: skip
         total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # summed loss, tokens
         mine = slice(accelerator.process_index, None, accelerator.num_processes)
         for x, y in batches:
             # Every process takes part in every batch, with nothing to count if need be: sharded models must agree.
             x, y = (x[mine], y[mine]) if len(x[mine]) else (x[:1], torch.full_like(y[:1], -100))
-            counted = int((y >= 0).sum())  # counted where y still is, on the CPU: nothing waits for the device
+            counted = int((y >= 0).sum())  # on the host, where y still is
             loss = model(input_ids=x.to(accelerator.device), shift_labels=y.to(accelerator.device)).loss
             if counted:
                 total[0] += loss.double() * counted
                 total[1] += counted
         summed, tokens = accelerator.reduce(total, "sum").tolist()
         loss = summed / tokens
-        bits = loss / math.log(2) / self.validation.bytes_per_token
+        bits = loss / math.log(2) / held.bytes_per_token
         return {"loss": loss, "ppl": math.exp(min(loss, 700.0)), "bits_per_byte": bits, "tokens": tokens}
 
     @staticmethod
@@ -79,14 +85,16 @@ class LanguageModelling:
 
         logging.disable_progress_bar()  # it would break into ours
         model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
-        coder = Tokenizer.from_file(str(self.training.folder / "tokenizer.json"))
-        eot = coder.id_to_token(self.training.manifest.eot)
+        tokens = self.splits["train"]
+        coder = Tokenizer.from_file(str(tokens.folder / "tokenizer.json"))
+        eot = coder.id_to_token(tokens.manifest.eot)
         PreTrainedTokenizerFast(tokenizer_object=coder, eos_token=eot).save_pretrained(folder)
 
 
 def data_folder(data: DataConfig, system: SystemConfig) -> Path:
     """Prepared tokens are named by their recipe, so that runs share them."""
-    recipe = json.dumps(data.model_dump(mode="json"), sort_keys=True)
+    unset = {"test_fraction"} if data.test_fraction is None else set()  # added later: old folders keep their names
+    recipe = json.dumps(data.model_dump(mode="json", exclude=unset), sort_keys=True)
     slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{Path(data.corpus).name}-{Path(data.tokenizer).name}").strip("-").lower()
     return Path(system.data_dir) / f"{slug}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
 
@@ -95,7 +103,7 @@ def prepare_data(data: DataConfig, system: SystemConfig, progress: bool) -> tupl
     folder = data_folder(data, system)
     manifest = prepare(
         data.corpus, data.tokenizer, folder, revision=data.revision, val_fraction=data.val_fraction,
-        workers=system.workers, progress=progress,
+        test_fraction=data.test_fraction, workers=system.workers, progress=progress,
     )  # fmt: skip
     return folder, manifest
 
@@ -124,7 +132,15 @@ class Pretraining:
         config, folder = self.config, data_folder(self.config.data, self.config.system)
         model = build_gpt(config.model, Manifest.load(folder).vocab_size, config.init_seed)
         context, vocab_size = model.config.context, model.config.vocab_size
-        training, validation = (Tokens.open(folder, split, vocab_size=vocab_size) for split in ("train", "val"))
-        for tokens in (training, validation):
+        splits = {split: Tokens.open(folder, split, vocab_size=vocab_size) for split in Manifest.load(folder).splits}
+        for tokens in splits.values():
             tokens.windows(context)  # raises when a split is shorter than one context
-        return model, LanguageModelling(config, training, validation, context), (context, None)
+        return model, LanguageModelling(config, splits, context), (context, None)
+
+    def finish(self, model: nn.Module, task: LanguageModelling, accelerator: Accelerator) -> dict[str, Any]:
+        """What the best model does on the test split, all of it, if there is one."""
+        if "test" not in task.splits:
+            return {}
+        model.eval()
+        with torch.no_grad(), accelerator.autocast():
+            return {"test": {"metrics": task.measure("test", model, accelerator)}}

@@ -17,7 +17,7 @@ from ..config import RunConfig
 from ..flops import Flops, flops_by_step, mean_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
-from ..record import Run, claimed, read_run, write_predictions
+from ..record import ANSWERS, Run, claimed, read_run, write_predictions
 from ..runtime import choose_precision, environment, measure_peak, peak_memory
 from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
@@ -36,6 +36,9 @@ class Job(Protocol):
 
     def build(self) -> tuple[nn.Module, Any, tuple[int, int | None]]:
         """The model before surgery, the loop's Task, and for counting arithmetic the tokens read and written."""
+
+    def finish(self, model: nn.Module, task: Any, accelerator: Accelerator) -> dict[str, Any]:
+        """The best model on the splits that are measured once: name -> metrics, and a classifier's answers."""
 
 
 def job_of(config: RunConfig) -> Job:
@@ -145,7 +148,7 @@ def _operate(
         "steps": progress.step, "tokens": progress.tokens, "best": progress.best,
         "train_seconds": progress.train_seconds, "peak_memory": peak_memory(accelerator.device),
     }  # fmt: skip
-    if not stopped_by and isinstance(job, FineTuning):
+    if not stopped_by:
         totals |= _last_words(config, job, prepared, task, accelerator, run, progress.best)
     if run is None:
         return {}
@@ -165,17 +168,21 @@ def _flops_record(flops: Flops) -> dict[str, float]:
 
 
 def _last_words(
-    config: RunConfig, job: FineTuning, model: nn.Module, task: Classification, accelerator: Accelerator,
-    run: Run | None, best: dict[str, float],
+    config: RunConfig, job: Job, model: nn.Module, task: Any, accelerator: Accelerator, run: Run | None,
+    best: dict[str, float],
 ) -> dict[str, Any]:  # fmt: skip
-    """Measures the best model on every split but the training one; its predictions go to the run folder."""
+    """Measures the best model on the splits that training never saw; its answers go to the run folder."""
     accelerator.wait_for_everyone()
     # best/ as anybody would load it, so that the answers are those of the model that is kept
     saved = type(unwrap(accelerator.unwrap_model(model))).from_pretrained(config.folder / "best")  # type: ignore[attr-defined]
     found = job.finish(saved.to(accelerator.device), task, accelerator)
+    if not found:
+        return {}
+    answers = {name: {key: f[key] for key in ANSWERS} for name, f in found.items() if "predicted" in f}
     if run:
-        splits = {name: {key: f[key] for key in ("labels", "predicted")} for name, f in found.items()}
-        write_predictions(config.folder, int(best["step"]), splits)
+        if answers:
+            write_predictions(config.folder, int(best["step"]), answers)
         for name, f in found.items():
             run.say(f"best model, {name}: {task.describe(f['metrics'])}")
-    return {"splits": {name: {**f["metrics"], "n": len(f["labels"])} for name, f in found.items()}}
+    sizes = {name: {"n": len(split["labels"])} for name, split in answers.items()}
+    return {"splits": {name: {**f["metrics"], **sizes.get(name, {})} for name, f in found.items()}}
