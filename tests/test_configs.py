@@ -10,7 +10,7 @@ from oelm.config import load_config, read_yaml
 from oelm.method.arms import ALIASES
 from oelm.method.surgery import dry_oelm
 from oelm.study.design import describe
-from oelm.study.plan import check_runs, comparison_runs, load_study, search_runs
+from oelm.study.plan import check_runs, comparison_runs, groups, load_study, search_runs
 from oelm.study.published import PUBLISHED
 from oelm.training.rehearsal import random_model
 
