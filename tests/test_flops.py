@@ -1,11 +1,13 @@
 import pytest
 import torch
 from architectures import BATTERY, T, build
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification
 
-from oelm import apply_oelm
+from oelm import OelmConfig, apply_oelm
 from oelm.flops import count_flops
+from oelm.method.arms import ARMS
 from oelm.models.gpt import GPT, PRESETS, GPTConfig
 
 
@@ -51,3 +53,14 @@ def test_a_decoder_that_writes_few_tokens_costs_little():
     head = 2 * parameters["lm_head.weight"].numel() if "lm_head.weight" in parameters else 0
     assert head * 10 / 12 < whole.forward - few.forward < whole.forward
     assert count_flops(model, 12, written=12).forward == pytest.approx(whole.forward)
+
+
+@pytest.mark.parametrize("arm", [name for name, config in ARMS.items() if config.schedule is None])
+def test_the_count_is_what_torch_counts_on_a_real_step(arm):
+    model = GPT(GPTConfig(vocab_size=96, context=32, n_layer=3, n_head=4, d_model=64))
+    apply_oelm(model, OelmConfig.arm(arm, **({"block": 16} if arm == "oelm-oft" else {})))
+    model.eval()  # the loss that keeps its logits computes nothing twice
+    ids = torch.randint(96, (2, 32))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # its products are all counted
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert count_flops(model, ids.shape[1]).total * ids.numel() == pytest.approx(counter.get_total_flops(), rel=0.01)

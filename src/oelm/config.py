@@ -97,8 +97,8 @@ class MethodConfig(Section):
     exclude_modules: str | list[str] | None = None
     temperature: bool | None = None
     input_gains: bool | None = None
-    correction: Literal["lora", "oft"] | None = None
-    rank: int | None = None
+    correction: Literal["lora", "oft", "blocks"] | None = None
+    rank: int | float | None = None
     block: int | None = None
     schedule: dict[str, Any] | None = None  # kind, start, end, order, project: see docs/method.md
     seed: int | None = None  # of the frames; default: init_seed

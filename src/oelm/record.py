@@ -20,11 +20,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+
+from .config import RunConfig
 
 CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
@@ -301,3 +303,11 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
         return [d for key in sorted(old.keys() | new.keys())
                 for d in differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)]  # fmt: skip
     return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
+
+
+def arm_changes(facts: dict[str, Any], config: RunConfig) -> list[str]:
+    """How the definition of the run's arm differs now from the one that the run was made with."""
+    then = facts.get("surgery", {}).get("config") or {}
+    now = json.loads(json.dumps(asdict(config.method.oelm(config.init_seed))))
+    both = then.keys() & now.keys()  # fields that came later meant nothing then
+    return differences({key: then[key] for key in both}, {key: now[key] for key in both})

@@ -13,10 +13,21 @@ from oelm import OelmConfig, apply_oelm, verify
 from oelm.flops import count_flops
 from oelm.method.frames import orthogonality_error
 from oelm.method.leaves import Slice
+from oelm.method.pair import query_and_key
 from oelm.method.recovery import Recovered
 from oelm.models.gpt import GPT, GPTConfig
 
-ARMS = ["oelm-temperature", "oelm-gains", "oelm-slices-gains", "oelm-lora", "oelm-oft"]
+ARMS = [
+    "oelm-temperature",
+    "oelm-gains",
+    "oelm-slices-gains",
+    "oelm-lora",
+    "oelm-oft",
+    "oelm-slices-lora",
+    "oelm-blocks",
+]
+CONFIGS = {arm: OelmConfig.arm(arm, **({"rank": 4} if arm == "oelm-slices-lora" else {})) for arm in ARMS}
+ON_SLICES = ("oelm-slices-gains", "oelm-slices-lora", "oelm-blocks")
 NAMES = ["oelm-gpt", "bert", "llama", "t5"]
 ALL = OelmConfig(temperature=True, input_gains=True, correction="oft", block=8)
 
@@ -29,8 +40,8 @@ def recovered(model):
 @pytest.mark.parametrize("arm", ARMS)
 def test_it_starts_as_the_plain_arm_and_every_part_learns(name, arm):
     model, plain = build(name), build(name)
-    report = apply_oelm(model, arm)
-    apply_oelm(plain, "oelm-slices" if arm == "oelm-slices-gains" else "oelm")
+    report = apply_oelm(model, CONFIGS[arm])
+    apply_oelm(plain, "oelm-slices" if arm in ON_SLICES else "oelm")
     torch.testing.assert_close(BATTERY[name].outputs(model), BATTERY[name].outputs(plain), atol=1e-5, rtol=1e-5)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     verify(model, optimizer=train_some(name, model, 4))  # the frozen weights' own bytes have not moved
@@ -40,7 +51,7 @@ def test_it_starts_as_the_plain_arm_and_every_part_learns(name, arm):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("config", [*map(OelmConfig.arm, ARMS), ALL], ids=[*ARMS, "all"])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), ALL], ids=[*ARMS, "all"])
 def test_the_state_dict_is_that_of_a_plain_model_that_does_the_same(name, config):
     model, plain = build(name), build(name)
     keys = list(plain.state_dict())
@@ -76,6 +87,59 @@ def test_gains_on_slices_bring_no_product_back():
     apply_oelm(gains, "oelm-slices-gains")
     assert all(isinstance(m, Slice) for m in recovered(gains))
     assert count_flops(gains, 12) == count_flops(slices, 12)
+    assert len(recovered(gains)) == 2  # of each layer the query: its gains and the key's would multiply into one vector
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_thin_queries_and_keys_are_computed_together_as_they_would_be_apart(precision):
+    """The joint pass of our GPT against the two layers called one by one: results and all gradients."""
+    model = build("oelm-gpt")
+    apply_oelm(model, CONFIGS["oelm-slices-lora"])
+    attention = model.blocks[0].attn
+    q, k = attention.q_proj, attention.k_proj
+    for part in (q.lora_a, q.lora_b, k.lora_a, k.lora_b):
+        nn.init.normal_(part, std=0.3)
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    weights = torch.randn(2, 2, 5, 32)
+
+    def both(compute):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is torch.bfloat16):
+            made = compute()
+        assert {y.dtype for y in made} == {precision}
+        gradients = torch.autograd.grad(
+            sum((w * y).sum() for w, y in zip(weights, made, strict=True)),
+            (x, q.lora_a, q.lora_b, k.lora_a, k.lora_b),
+        )
+        return [*made, *gradients]
+
+    loose = {"atol": 0.15, "rtol": 0.05} if precision is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    together = both(lambda: query_and_key(q, k, x))
+    assert type(together[0].grad_fn).__name__ != "AddBackward0"
+    for one, other in zip(together, both(lambda: (q(x), k(x))), strict=True):
+        torch.testing.assert_close(one, other, **loose)
+    seen = []
+    handle = q.register_forward_hook(lambda *args: seen.append(args))
+    query_and_key(q, k, x)
+    assert seen  # whoever hooks into a layer is called
+    handle.remove()
+
+
+def test_a_rank_may_be_a_share_of_the_heads_size():
+    model = build("oelm-gpt")
+    apply_oelm(model, OelmConfig.arm("oelm-slices-lora", rank=0.5))
+    assert {m.lora_a.shape for m in recovered(model)} == {(4, 32)}  # of heads of 8
+
+
+def test_blocks_turn_each_head_of_the_keys_alone():
+    model = build("oelm-gpt")
+    apply_oelm(model, "oelm-blocks")
+    assert len(recovered(model)) == 2
+    layer, x = recovered(model)[0], torch.randn(3, 32)
+    with torch.no_grad():
+        layer.blocks[1].mul_(2)
+        y, plain = layer(x).view(3, 4, 8), nn.functional.linear(x, layer.weight).view(3, 4, 8)
+    torch.testing.assert_close(y[:, 1], 2 * plain[:, 1])
+    torch.testing.assert_close(y[:, [0, 2, 3]], plain[:, [0, 2, 3]])
 
 
 def test_the_cost_of_a_correction_comes_off_the_ceiling():
@@ -183,7 +247,10 @@ def test_what_the_table_cannot_show_is_said_below_it():
     ("fields", "message"),
     [
         ({"correction": "laura"}, "correction: unknown 'laura'; did you mean 'lora'?"),
-        ({"correction": "lora", "rank": 0}, "rank: must be a whole number of at least 1, got 0"),
+        (
+            {"correction": "lora", "rank": 0},
+            "rank: must be a whole number from 1, or a share of the head's size, got 0",
+        ),
         ({"temperature": True, "freeze": "k"}, "temperature: a trained q learns its own scale"),
         ({"input_gains": True, "freeze": ()}, "input_gains: has nothing to act on"),
         ({"correction": "lora", "freeze": ()}, "correction: has nothing to act on"),

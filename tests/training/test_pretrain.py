@@ -287,6 +287,15 @@ def test_shortened_metrics_are_refused(corpus, tmp_path, monkeypatch):
         run_training(config, quiet=True)
 
 
+def test_a_run_of_an_arm_that_meant_something_else_is_refused(finished, tmp_path, corpus):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    record["surgery"]["config"]["gain"] = 2.0
+    (folder / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="when oelm meant something else \\(gain was 2.0, now 1.0\\)"):
+        run_training(tiny_config(corpus, folder), quiet=True)
+
+
 def test_changed_data_are_refused(tmp_path, monkeypatch):
     corpus = write_corpus(tmp_path)
     config = tiny_config(corpus, tmp_path / "run", "system.checkpoint_every=5", "data.tokenizer=bytes")

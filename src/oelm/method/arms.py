@@ -53,8 +53,9 @@ class OelmConfig:
     exclude_modules: str | Sequence[str] | None = None  # names or a pattern, as in PEFT
     temperature: bool = False  # a trained factor per head on the attention logits
     input_gains: bool = False  # a trained factor per channel on the input of q, and another on that of k
-    correction: str | None = None  # of the frozen weights: "lora" adds a low-rank part, "oft" rotates the input
-    rank: int = 8  # of lora
+    correction: str | None = None  # of frozen weights: lora (adds a low-rank part), oft (rotates the input), or
+    # blocks: one trained matrix for each head of the frozen keys
+    rank: int | float = 8  # of lora: a number, or with a point (0.5) a share of the head's size
     block: int = 32  # of oft: the rotation turns so many coordinates together; must divide the width
     schedule: Schedule | Mapping[str, Any] | None = None  # what is frozen at which step; None: the same throughout
     seed: int = 0
@@ -89,11 +90,13 @@ class OelmConfig:
         for role in self.freeze:
             one_of("freeze", role, ROLES)
         if self.correction is not None:
-            one_of("correction", self.correction, ("lora", "oft"))
-        for name, least in (("rank", 1), ("block", 2)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name}: must be a whole number of at least {least}, got {value!r}")
+            one_of("correction", self.correction, ("lora", "oft", "blocks"))
+        if type(self.block) is not int or self.block < 2:
+            raise ValueError(f"block: must be a whole number of at least 2, got {self.block!r}")
+        if not _is_real(self.rank) or not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1):
+            raise ValueError(f"rank: must be a whole number from 1, or a share of the head's size, got {self.rank!r}")
+        if self.correction == "blocks" and "k" not in self.freeze:
+            raise ValueError('correction: "blocks" corrects frozen keys; freeze k, or leave it out')
         for name, kind in (("rank", "lora"), ("block", "oft")):
             if getattr(self, name) != getattr(type(self), name) and self.correction != kind:
                 raise ValueError(f'{name}: belongs to correction "{kind}"; ask for that too, or leave it out')
@@ -172,13 +175,16 @@ ARMS: dict[str, OelmConfig] = {
     "oelm-trainable": OelmConfig(freeze=()),
     "oelm-q": OelmConfig(init={"q": "headwise", "k": "keep"}, freeze="q"),
     "oelm-k": OelmConfig(init={"q": "keep", "k": "headwise"}, freeze="k"),
-    "oelm-identity-q": OelmConfig(init={"q": "identity", "k": "keep"}, freeze="q"),
+    "oelm-identity-q": OelmConfig(init={"q": "identity", "k": "headwise"}, freeze="q"),
+    "oelm-identity-q-keep": OelmConfig(init={"q": "identity", "k": "keep"}, freeze="q"),
     "oelm-slices": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}),
     "oelm-keep": OelmConfig(init="keep"),
     "oelm-temperature": OelmConfig(temperature=True),
     "oelm-gains": OelmConfig(input_gains=True),
     "oelm-slices-gains": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}, input_gains=True),
     "oelm-lora": OelmConfig(correction="lora"),
+    "oelm-slices-lora": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}, correction="lora", rank=16),
+    "oelm-blocks": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}, correction="blocks"),
     "oelm-oft": OelmConfig(correction="oft"),
     "oelm-last-free": OelmConfig(layers_to_transform="all but the last 1"),
     "oelm-unfreeze": OelmConfig(schedule=Schedule("unfreeze", start=0.2, end=0.8)),

@@ -43,11 +43,38 @@ def _blank(*parents: Any) -> object:
     return cls.__new__(cls)
 
 
+def rolled_halves(width: int, turned: int) -> list[tuple[slice, slice]]:
+    """Where the coordinates of `turn(x, turned)` come from: (place in x, place in the result), piece by piece."""
+    turned %= width
+    whole = [(slice(turned, width), slice(0, width - turned)), (slice(0, turned), slice(width - turned, width))]
+    return whole if turned else whole[:1]
+
+
+def turn(x: Tensor, turned: int) -> Tensor:
+    """Coordinate i becomes coordinate i + turned of x, around the end; x itself for no turn."""
+    halves = rolled_halves(x.shape[-1], turned)
+    return x if len(halves) == 1 else torch.cat([x[..., there] for there, _ in halves], -1)
+
+
+class _Turn(torch.autograd.Function):
+    """`turn` with one copy each way; autograd would pad each half of the gradient with zeros and add them up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turned: int) -> Tensor:
+        ctx.turned = turned
+        return turn(x, turned)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return turn(gradients[0], -ctx.turned), None
+
+
 class Slice(Leaf):
     """A frozen identity frame reads coordinates of its input: the product is skipped, the weight stays."""
 
     bias: Tensor | None
     oelm_runs: list[tuple[int, int]]
+    oelm_turn: int | None  # where the runs are the whole input, turned by so many coordinates
     oelm_gain: float
     oelm_copies: bool
 
@@ -61,13 +88,18 @@ class Slice(Leaf):
             return F.linear(x, weight, self.bias)
         if torch.is_autocast_enabled(x.device.type):  # what a matrix product would have returned
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        pieces = [x.narrow(-1, start, length) for start, length in self.oelm_runs]
-        y = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        y = self._read(x)
         if self.oelm_gain != 1.0:
             y = y * self.oelm_gain
-        elif len(pieces) == 1 and self.oelm_copies:
+        elif len(self.oelm_runs) == 1 and self.oelm_copies:
             y = y.clone()  # an attention that scales q in place would write into its own input
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _read(self, x: Tensor) -> Tensor:
+        if self.oelm_turn:
+            return _Turn.apply(x, self.oelm_turn)
+        pieces = [x.narrow(-1, start, length) for start, length in self.oelm_runs]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
 def slice_identity(linear: nn.Module, projection: Projection, gain: float, offset: int, copies: bool) -> None:
@@ -85,4 +117,6 @@ def slice_identity(linear: nn.Module, projection: Projection, gain: float, offse
         else:
             runs.append((coordinate, 1))
     become(linear, Slice)
-    linear.oelm_runs, linear.oelm_gain, linear.oelm_copies = runs, gain, copies  # type: ignore[assignment]
+    whole = reads == [(offset + i) % d_in for i in range(d_in)]
+    linear.oelm_runs, linear.oelm_turn = runs, offset % d_in if whole else None  # type: ignore[assignment]
+    linear.oelm_gain, linear.oelm_copies = gain, copies  # type: ignore[assignment]

@@ -1,6 +1,8 @@
 """Small trained parts that give a frozen projection back some of what freezing took, and merge into its weight.
 
-    y = temperature * (W rotate(gain * x) + B A (gain * x))
+    y = temperature * M (W rotate(gain * x) + B A (gain * x))
+
+M is one matrix for each head (`blocks`), on the keys alone: only the product of a head's query and key matters.
 
 Every part starts as the identity, works on activations (a corrected weight would need the weight gradient that freezing
 saves), and leaves the frozen weight's bytes alone. The state dict shows the one weight that does the same, under the
@@ -23,7 +25,7 @@ from .layout import Projection, gathered
 from .leaves import Leaf, become
 
 Q_NORM = r"(q|query)_?(norm|layernorm|layer_norm|ln)"  # attention's child that takes q's scale away again
-PARTS = ("temperature", "input_gain", "lora_a", "lora_b", "rotation")
+PARTS = ("temperature", "input_gain", "lora_a", "lora_b", "rotation", "blocks")
 
 
 class Recovered(Leaf):
@@ -40,6 +42,8 @@ class Recovered(Leaf):
         y = super().forward(self._rotated(x) if "rotation" in parts else x)  # type: ignore[misc]
         if "lora_a" in parts:
             y = y + F.linear(F.linear(x, parts["lora_a"]), parts["lora_b"])
+        if "blocks" in parts:
+            y = torch.einsum("...hi,hji->...hj", y.unflatten(-1, (self.oelm_heads, -1)), parts["blocks"]).flatten(-2)
         if "temperature" in parts:
             y = (y.unflatten(-1, (self.oelm_heads, -1)) * parts["temperature"].to(y.dtype)[:, None]).flatten(-2)
         return y
@@ -73,6 +77,9 @@ class Recovered(Leaf):
             weight = weight + own["lora_b"] @ own["lora_a"]
         if "input_gain" in own:
             weight = weight * own["input_gain"]
+        if "blocks" in own:
+            matrix = torch.block_diag(*own["blocks"])  # (rows, rows)
+            weight, bias = matrix @ weight, None if bias is None else matrix @ bias
         if "temperature" in own:
             by_row = own["temperature"].repeat_interleave(len(weight) // self.oelm_heads)
             weight, bias = weight * by_row[:, None], None if bias is None else bias * by_row
@@ -80,7 +87,8 @@ class Recovered(Leaf):
 
     def products(self) -> int:
         """Multiplications per token that the correction adds."""
-        added = sum(self._parameters[name].numel() for name in ("lora_a", "lora_b") if name in self._parameters)
+        dense = ("lora_a", "lora_b", "blocks")
+        added = sum(self._parameters[name].numel() for name in dense if name in self._parameters)
         return added + (self._parameters["weight"].shape[1] * self.oelm_block if "rotation" in self._parameters else 0)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -114,10 +122,15 @@ def check_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmC
         norms = [m for n, m in model.get_submodule(p.attention).named_children() if re.fullmatch(Q_NORM, n)]
         if config.temperature and any(not isinstance(norm, nn.Identity) for norm in norms):
             raise ValueError(f"temperature: has no effect in {p.attention}, which normalises q after its projection")
-        if config.correction == "lora" and config.rank >= (least := min(p.rows, p.d_in)):
-            raise ValueError(f"rank: {config.rank} is no low rank of {p.name}, {p.rows} x {p.d_in}; stay below {least}")
+        if config.correction == "lora" and (rank := rank_of(config, p)) >= (least := min(p.rows, p.d_in)):
+            raise ValueError(f"rank: {rank} is no low rank of {p.name}, {p.rows} x {p.d_in}; stay below {least}")
         if config.correction == "oft" and p.d_in % config.block:
             raise ValueError(f"block: {config.block} does not divide the width {p.d_in} of {p.name}")
+
+
+def rank_of(config: OelmConfig, projection: Projection) -> int:
+    """The rank of a low-rank part: as asked for, or as a share of the head's size."""
+    return config.rank if isinstance(config.rank, int) else max(1, round(config.rank * projection.head_dim))
 
 
 @torch.no_grad()
@@ -128,19 +141,27 @@ def add_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmCon
         parts: dict[str, Tensor] = {}
         if config.temperature and p.role == "q":
             parts["temperature"] = torch.ones(p.heads)
-        if config.input_gains:
+        if config.input_gains and not (p.role == "k" and _gains_join(config)):
             parts["input_gain"] = torch.ones(p.d_in)
         if config.correction == "lora":
             generator = torch.Generator().manual_seed(seed_of(config.seed, p.stack, p.place, p.role, "lora"))
-            uniform = torch.rand(config.rank, p.d_in, generator=generator, device="cpu")
+            rank = rank_of(config, p)
+            uniform = torch.rand(rank, p.d_in, generator=generator, device="cpu")
             parts["lora_a"] = (2 * uniform - 1) * p.d_in**-0.5  # PEFT's: kaiming_uniform with a = sqrt(5)
-            parts["lora_b"] = torch.zeros(p.rows, config.rank)
+            parts["lora_b"] = torch.zeros(p.rows, rank)
         if config.correction == "oft":
             # One row of numbers, not a matrix: weight decay and Muon are for matrices that multiply.
             parts["rotation"] = torch.zeros(p.d_in * (config.block - 1) // 2)
+        if config.correction == "blocks" and p.role == "k":
+            parts["blocks"] = torch.eye(p.head_dim).repeat(p.heads, 1, 1)
         if parts:
             weight = module._parameters["weight"]
             become(module, Recovered)
             module.oelm_heads, module.oelm_block = p.heads, config.block
             for name, start in parts.items():
                 module.register_parameter(name, nn.Parameter(start.to(weight.device, weight.dtype)))
+
+
+def _gains_join(config: OelmConfig) -> bool:
+    """Gains on two slices meet in one product of coordinates, so one vector, the query's, does what two would do."""
+    return set(config.freeze) == {"q", "k"} and all(config.role("init", role) == "identity" for role in ("q", "k"))

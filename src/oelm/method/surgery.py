@@ -101,7 +101,9 @@ class OelmReport:
 
 def _added(config: OelmConfig) -> list[str]:
     """What the table of projections cannot show: trained parts on frozen weights, and the times to come."""
-    corrections = {"lora": f"lora of rank {config.rank}", "oft": f"oft in blocks of {config.block}"}
+    share = "" if isinstance(config.rank, int) else " x the head's size"
+    corrections = {"lora": f"lora of rank {config.rank}{share}", "oft": f"oft in blocks of {config.block}",
+                   "blocks": "a matrix for each head of the keys"}  # fmt: skip
     parts = ["a temperature per head"] * config.temperature + ["gains on the inputs"] * config.input_gains
     parts += [corrections[config.correction]] if config.correction else []
     lines = [f"trained on top of the frozen weights: {', '.join(parts)}"] if parts else []

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
+from ..method.pair import query_and_key
 from .biased import biased_attention, causal_bias
 from .loss import IGNORE, chunked_loss
 
@@ -133,8 +134,9 @@ class GPTAttention(nn.Module):
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
 
     def forward(self, x: Tensor, mask: Tensor | None, rotary: Rotary | None, cache: Cache | None) -> Tensor:
-        q = self.q_norm(self.heads(self.q_proj(x)))  # (B, H, T, D)
-        k = self.k_norm(self.heads(self.k_proj(x)))  # (B, H, T, D)
+        q, k = query_and_key(self.q_proj, self.k_proj, x)  # (B, T, C)
+        q = self.q_norm(self.heads(q))  # (B, H, T, D)
+        k = self.k_norm(self.heads(k))  # (B, H, T, D)
         v = self.heads(self.v_proj(x))  # (B, H, T, D)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)

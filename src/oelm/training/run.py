@@ -17,7 +17,7 @@ from ..config import RunConfig
 from ..flops import Flops, flops_by_step, mean_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
-from ..record import ANSWERS, Run, claimed, read_run, write_predictions
+from ..record import ANSWERS, Run, arm_changes, claimed, read_run, write_predictions
 from ..runtime import choose_precision, environment, measure_peak, peak_memory
 from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
@@ -112,6 +112,11 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     if not (config.folder / "run.json").exists():
         return None
     found = read_run(config.folder)
+    if found["science"] == config.science() and (changed := arm_changes(found, config)):
+        raise ValueError(
+            f"{config.folder}: was made when {config.method.arm} meant something else ({'; '.join(changed)}); "
+            "choose another folder with out=..., or the arm by the name that it has now"
+        )
     return found if found["status"] == "finished" and found["science"] == config.science() else None
 
 
