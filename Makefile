@@ -33,7 +33,6 @@ lint: setup ## ruff and mypy
 
 bench: setup ## speed and memory, on a quiet machine; results go to benchmarks/results
 	$(PY) benchmarks/prepare.py -o benchmarks/results/prepare-$$(date +%F).json
-	$(PY) benchmarks/medium.py
 	$(PY) benchmarks/freeze.py
 	$(PY) benchmarks/finetune.py
 	$(PY) benchmarks/relative.py

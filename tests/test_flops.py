@@ -6,7 +6,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from oelm import apply_oelm
 from oelm.flops import count_flops
-from oelm.models.gpt import GPT, PRESETS, GPTConfig
+from oelm.models.gpt import GPT, GPTConfig
+from oelm.models.presets import PRESETS
 
 
 @pytest.mark.parametrize("arm", ["baseline", "oelm", "oelm-q", "oelm-slices"])
