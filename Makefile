@@ -32,8 +32,8 @@ lint: setup ## ruff and mypy
 	$(VENV)/bin/mypy
 
 bench: setup ## speed and memory, on a quiet machine; results go to benchmarks/results
+	$(PY) benchmarks/run.py
 	$(PY) benchmarks/prepare.py -o benchmarks/results/prepare-$$(date +%F).json
-	$(PY) benchmarks/medium.py
 	$(PY) benchmarks/freeze.py
 	$(PY) benchmarks/finetune.py
 	$(PY) benchmarks/relative.py

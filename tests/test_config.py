@@ -1,8 +1,11 @@
 import pytest
+from test_ground import ROOT
 
 from oelm.config import RunConfig, load_config
+from oelm.models.presets import PRESETS
 from oelm.settings import settings
-from oelm.study.plan import StudyConfig
+from oelm.study.plan import StudyConfig, search_runs
+from oelm.study.watch import read_study
 
 
 def write(tmp_path, text):
@@ -103,3 +106,20 @@ def test_a_null_in_place_of_a_default_is_part_of_the_id():
 def test_every_setting_is_explained():
     for root in (RunConfig, StudyConfig):
         assert not [entry["key"] for entry in settings(root) if not entry["meaning"]]
+
+
+def test_a_default_run_spends_less_than_two_percent_of_its_arithmetic_on_validation():
+    """A token costs a third in the forward pass alone."""
+    train, context = RunConfig().train, PRESETS[RunConfig().model.name]["context"]
+    evaluations = train.max_steps / train.eval_every
+    assert evaluations * train.eval_tokens / 3 < 0.02 * train.max_steps * train.batch_size * context
+
+
+@pytest.mark.parametrize("study", ["encoder-sst2", "arms-tinystories", "probe-recall"])
+def test_published_runs_keep_their_ids(study):
+    """A default that changes must not change what the runs already made are called."""
+    folder = ROOT / "results" / study
+    ids = {path.name.rpartition("-")[2] for path in folder.iterdir() if path.is_dir()}
+    planned = search_runs(read_study(folder))
+    assert planned
+    assert {cell.config.id for cell in planned} <= ids

@@ -63,11 +63,24 @@ def test_the_method_needs_torch_alone():
     assert done.stdout.strip() == str(2 * (8 * 8 + 8))
 
 
-def test_help_imports_nothing_heavy():
+@pytest.mark.parametrize(
+    ("words", "avoided"),
+    [
+        (["--help"], ["torch", "transformers", "numpy", "scipy"]),
+        (["ls"], ["torch", "transformers", "scipy"]),
+        (["ls", "settings"], ["torch", "transformers", "scipy"]),
+        (
+            ["study", "plan", str(ROOT / "configs" / "quickstart.yaml")],
+            ["torch", "transformers", "scipy.stats", "statsmodels"],
+        ),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_quick_answer_imports_nothing_heavy(words, avoided):
     code = (
-        "import sys\nfrom oelm.cli import main\nsys.argv = ['oelm', '--help']\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print([m for m in ('torch', 'transformers', 'numpy', 'scipy') if m in sys.modules])"
+        f"import sys\nfrom oelm.cli import main\nsys.argv = ['oelm', *{words}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print([m for m in {avoided} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("[]")

@@ -32,7 +32,6 @@ from .method.names import ALIASES
 if TYPE_CHECKING:
     from .method.arms import OelmConfig
 
-
 InitStd = Annotated[float, Field(gt=0)] | Literal["width"]
 Corpus = Annotated[str, AfterValidator(lambda name: os.path.normpath(name) if "/" in name else name)]
 
@@ -166,7 +165,7 @@ class TrainConfig(Section):
     layer_lr_decay: float = Field(1.0, gt=0, le=1)  # each layer below the top learns at this share of the one above
     vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple
     eval_every: int = Field(200, ge=1)  # steps; also at the end
-    eval_tokens: int | None = Field(100_000, ge=1)  # of the validation split; null: all of it
+    eval_tokens: int | None = Field(20_000, ge=1)  # of a language model's validation split; null: all of it
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 where a GPU has it, else fp32
 
     @model_validator(mode="after")
@@ -212,8 +211,9 @@ class SystemConfig(Section):
 # What a run with a task has where it says nothing: the habits of encoder fine-tuning.
 FINE_TUNING: dict[str, dict[str, Any]] = {
     "model": {"name": "minilm-l6"},
-    "train": {"lr": 5e-5, "decay": "linear", "min_lr_ratio": 0.0, "weight_decay": 0.01, "betas": (0.9, 0.999)},
-}
+    "train": {"lr": 5e-5, "decay": "linear", "min_lr_ratio": 0.0, "weight_decay": 0.01, "betas": (0.9, 0.999),
+              "eval_tokens": 100_000},  # not read, but part of the ids of all runs made so far
+}  # fmt: skip
 
 
 class RunConfig(Section):

@@ -3,7 +3,8 @@ import torch
 from architectures import build
 
 from oelm.config import ModelConfig
-from oelm.models.build import FROM_CONFIG, build_for_inspection, build_gpt
+from oelm.models.build import build_for_inspection, build_gpt
+from oelm.models.presets import FROM_CONFIG
 
 
 def test_the_start_of_the_weights_is_a_number_or_follows_the_width():

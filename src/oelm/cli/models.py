@@ -35,11 +35,9 @@ def list_everything(
         return
     from ..data.corpus import CORPORA
     from ..data.tasks import TASKS
-    from ..method.arms import ALIASES, ARMS
-    from ..method.frames import KINDS
-    from ..models.build import FROM_CONFIG
-    from ..models.classifiers import PACKAGED
-    from ..models.gpt import PRESETS
+    from ..method.arms import ARMS
+    from ..method.names import ALIASES, KINDS
+    from ..models.presets import FROM_CONFIG, PACKAGED, PRESETS
 
     arms = {}
     for name, arm in ARMS.items():

@@ -19,25 +19,52 @@ bench = typer.Typer(help="Compare step times of arms in turns.", no_args_is_help
 @bench.command(
     epilog=examples(
         "oelm bench step --arms baseline,oelm model=medium-512 train.batch_size=8",
-        "oelm bench step --arms baseline,oelm-q,oelm-slices model.d_model=256 -o runs/quickstart/bench.json",
+        "oelm bench step --arms baseline,oelm-q,oelm-slices model.d_model=256 --until 1%",
+        "oelm bench step configs/quickstart.yaml --until 1% --minutes 20 -o runs/quickstart/bench.json",
     )
 )
 def step(
     words: FileAndWords = None,
-    arms: Annotated[str, typer.Option(help="the reference first, separated by commas")] = "baseline,oelm",
-    vocab: Annotated[int, typer.Option(help="vocabulary size", min=2)] = 4096,
-    blocks: Annotated[int, typer.Option(help="turns of each arm", min=2)] = 12,
+    arms: Annotated[
+        str | None,
+        typer.Option(help="the reference first, separated by commas; default: baseline,oelm, or all of a study's"),
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="which of a study's sizes")] = None,
+    vocab: Annotated[int | None, typer.Option(help="vocabulary size; default: the tokenizer's", min=2)] = None,
+    blocks: Annotated[int, typer.Option(help="turns of each arm that count", min=2)] = 12,
     steps: Annotated[int, typer.Option(help="steps a turn", min=1)] = 3,
+    until: Annotated[
+        str | None, typer.Option(metavar="WIDTH", help="more turns until every 95 % interval is so narrow, e.g. 1%")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="end then, whatever is reached", min=0.01)] = 10.0,
     out: Annotated[str | None, typer.Option("-o", "--out", help="also write the result as JSON")] = None,
     form: Format = "text",
 ) -> None:
-    """Step times of several arms, interleaved in one process, with the FLOP ceiling beside each saving."""
-    json_wanted = is_json(form)
-    from ..config import load_config
+    """Step times of several arms, interleaved in one process, with the FLOP ceiling beside each saving.
+
+    A study file gives model, batch, vocabulary and arms. Turns beside which the machine was not its usual self are
+    thrown out (see docs/speed.md).
+    """
+    json_wanted, width = is_json(form), None if until is None else _share("--until", until)
+    from ..config import load_config, read_yaml
     from ..record import write_atomically
+    from ..study.plan import load_study
+    from ..study.shape import arms_of, arms_of_study
+
+    file, settings = split_file(words)
+    names = [a.strip() for a in arms.split(",")] if arms else None
+    left_out: dict[str, str] = {}
+    if file and "arms" in read_yaml(file):
+        configs, left_out = arms_of_study(load_study(file, settings), names, size)
+    elif size:
+        raise ValueError("--size: chooses among a study's sizes; give a study file")
+    else:
+        configs = arms_of(load_config(file, settings), names or ["baseline", "oelm"])
     from ..study.bench import bench_step, table
 
-    result = bench_step(load_config(*split_file(words)), [a.strip() for a in arms.split(",")], vocab, blocks, steps)
+    for arm, why in left_out.items():
+        print(f"oelm: left out: {arm} {why}", file=sys.stderr)
+    result = bench_step(configs, vocab, rounds=blocks, steps=steps, until=width, seconds=60 * minutes)
     if out:
         write_atomically(Path(out), json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1) if json_wanted else table(result))
@@ -181,6 +208,17 @@ def _folder(where: Path) -> Path:
     from ..study.plan import load_study
 
     return load_study(where).folder
+
+
+def _share(option: str, text: str) -> float:
+    """1% or 0.01."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise ValueError(f"{option}: give a share such as 1% or 0.01, got {text!r}")
+    return share
 
 
 def _print(table: object) -> None:

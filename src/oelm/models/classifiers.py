@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 
 from ..config import ModelConfig
-from .build import PACKAGED, config_for, no_such_model
-from .gpt import PRESETS
+from .build import config_for, no_such_model
+from .presets import PACKAGED, PRESETS
 
 # What stands on top of a pretrained body, and may be new.
 HEAD = re.compile(

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
-import torch
 from rich.table import Table
 
 from ..config import RunConfig, TaskConfig
 from ..data.tasks import describe as published_task
 from ..data.tasks import load_task
-from ..flops import run_flops
-from ..method.surgery import dry_oelm
+from ..models.counts import Counts, gpt_counts
+from ..models.presets import vocabulary
 from ..record import read_metrics, timing_stats
-from ..runtime import choose_precision, measure_peak
-from ..training.rehearsal import random_model
-from .execute import gpu_memory, share_cores
+from .execute import THREADS, gpu_memory, share_cores
 from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, groups, search_runs
 from .search import Point
 from .stats import minimum_detectable, smallest_p
 from .watch import Seen, duration_text, planned
 
+# Prints the FLOP/s of the fastest of a few single-precision products.
+PRODUCT = """
+import time, numpy
+a, times = numpy.random.default_rng(0).random((1024, 1024), numpy.float32), []
+for _ in range(6):
+    start = time.perf_counter()
+    a @ a
+    times.append(time.perf_counter() - start)
+print(2 * 1024**3 / min(times))
+"""
 SHARE = 0.4  # of the matmul peak that a step is assumed to reach: measured 0.28 with 0.2M parameters, 0.77 with 45M
 
 
@@ -76,7 +85,7 @@ def describe(study: StudyConfig, sd: float = 0.01) -> Design:
     gpus = len(gpu_memory())
     slots, threads = share_cores(study.execution, some.system.threads, gpus)
     abreast = min(slots, gpus) if gpus else slots  # runs that share a GPU share its speed
-    costs, spent, basis = _timed([_cost(some, study) for some in cells.values()], study, some, threads)
+    costs, spent, basis = _timed([_cost(some, study) for some in cells.values()], study, some, threads, gpus)
     seconds: dict[str, float] = {}
     for stage in dict.fromkeys(stage for stage, *_ in cells):
         here = [cost for cost in costs if cost.stage == stage]
@@ -147,29 +156,49 @@ def _rows_of(task: str) -> int:
     return published_task(config).train_rows
 
 
-def _cost(cells: list[Cell], study: StudyConfig) -> Cost:
-    config, group, budget = cells[0].config, cells[0].group, cells[0].budget
+def _steps(config: RunConfig, context: int) -> int:
+    train = config.train
+    steps = train.max_steps or max(1, math.ceil((train.epochs or 1) * (_examples(config.task) // train.batch_size)))
+    return min(steps, max(1, train.max_tokens // (train.batch_size * context))) if train.max_tokens else steps
+
+
+def counts_of(config: RunConfig) -> Counts:
+    """By arithmetic where that is enough; else of the model itself, without its weights."""
+    method = config.method.oelm(0)
+    by_arithmetic = None if config.task else gpt_counts(config.model, vocabulary(config.data.tokenizer), method)
+    return by_arithmetic or built_counts(config)
+
+
+def built_counts(config: RunConfig) -> Counts:
+    """Of the model itself, on the meta device."""
+    import torch
+
+    from ..flops import run_flops
+    from ..method.surgery import dry_oelm
+    from ..training.rehearsal import random_model
+
     with torch.device("meta"):
         model, context, _ = random_model(config)
-    shape: Any = model.config
-    report, train = dry_oelm(model, config.method.oelm(0)), config.train
-    step = train.batch_size * context
-    steps = train.max_steps or max(1, math.ceil((train.epochs or 1) * (_examples(config.task) // train.batch_size)))
-    if train.max_tokens:
-        steps = min(steps, max(1, train.max_tokens // step))
+    report = dry_oelm(model, config.method.oelm(0))
+    flops, shape = run_flops(model, _steps(config, context), context), model.config
+    inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
+    sizes = (context, shape.hidden_size, inner, shape.num_hidden_layers)
+    return Counts(report.total, report.trainable, flops.forward, flops.total, *sizes)
+
+
+def _cost(cells: list[Cell], study: StudyConfig) -> Cost:
+    config, group, train = cells[0].config, cells[0].group, cells[0].config.train
+    found = counts_of(config)
+    steps, step = _steps(config, found.context), train.batch_size * found.context
     shared = _shared_steps(cells[0], study)
     tokens = (steps - shared) * step * len(cells)
-    width = shape.hidden_size
-    inner = getattr(shape, "intermediate_size", 4 * width)
-    kept = (8 * width + 2 * inner) * shape.num_hidden_layers * step // train.accumulate  # for the backward pass
-    memory = 4 * (report.total + 3 * report.trainable + kept)  # fp32; frozen weights have no gradient, no moments
-    model.oelm_report = report
-    flops = run_flops(model, steps, context)
+    kept = (8 * found.width + 2 * found.inner) * found.layers * step // train.accumulate  # for the backward pass
+    memory = 4 * (found.total + 3 * found.trainable + kept)  # fp32; frozen weights have no gradient, no moments
     per_evaluation = 0 if config.task else train.eval_tokens or 0
     evaluated = -(-(steps - shared) // train.eval_every) * per_evaluation * len(cells)
     return Cost(
-        cells[0].stage, *group, budget, len(cells), report.total, report.trainable, tokens, flops.total * tokens,
-        flops.forward * evaluated, memory,
+        cells[0].stage, *group, cells[0].budget, len(cells), found.total, found.trainable, tokens, found.flops * tokens,
+        found.forward * evaluated, memory,
     )  # fmt: skip
 
 
@@ -183,7 +212,9 @@ def _shared_steps(cell: Cell, study: StudyConfig) -> int:
     return train.decay_start(before[-1]) if train.warmup(before[-1]) == train.warmup(cell.budget or 0) else 0
 
 
-def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: int) -> tuple[list[Cost], float, str]:
+def _timed(
+    costs: list[Cost], study: StudyConfig, config: RunConfig, threads: int, gpus: int
+) -> tuple[list[Cost], float, str]:
     """The costs with their seconds, the seconds of finished runs among them, and what this was estimated from.
 
     Finished runs of the study are the best measure: a group's own where it has some, else all runs' seconds per FLOP.
@@ -200,12 +231,8 @@ def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: in
         speed = sum(work[place] for place in each) / sum(each.values())
         basis = f"{done} finished run{'s' * (done != 1)} of this study"
     else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        precision, _ = choose_precision(config.train.precision, device)
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        speed = SHARE * measure_peak(device, precision)
-        torch.set_num_threads(before)
+        plain = not gpus and config.train.precision in ("auto", "fp32")
+        speed = SHARE * (_cpu_peak(threads) if plain else _torch_peak(config, threads))
         basis = (
             f"arithmetic at {SHARE:.0%} (assumed) of a matrix product's speed, {speed / SHARE / 1e9:.3g} GFLOP/s as "
             "just measured on this machine in its present state; tiny models run slower, large ones faster"
@@ -219,6 +246,28 @@ def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: in
 
 def _place(cost: Cost) -> tuple[str, Group, int | None]:
     return cost.stage, Group(cost.arm, cost.corpus, cost.size), cost.budget
+
+
+def _torch_peak(config: RunConfig, threads: int) -> float:
+    import torch
+
+    from ..runtime import choose_precision, measure_peak
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision, _ = choose_precision(config.train.precision, device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    peak = measure_peak(device, precision)
+    torch.set_num_threads(before)
+    return peak
+
+
+def _cpu_peak(threads: int) -> float:
+    """FLOP/s of numpy's matrix product: about torch's, and torch takes seconds to load. In a process of its own, since
+    numpy asks for the number of threads once."""
+    environment = os.environ | dict.fromkeys(THREADS, str(threads))
+    done = subprocess.run([sys.executable, "-c", PRODUCT], env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout)
 
 
 def _seconds(cell: Cell, seen: Seen) -> float | None:

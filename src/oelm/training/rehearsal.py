@@ -18,6 +18,7 @@ from ..method.surgery import apply_oelm
 from ..method.verify import verify
 from ..models.build import build_gpt
 from ..models.classifiers import build_classifier
+from ..models.presets import vocabulary
 from ..runtime import choose_precision
 from .clock import Clock
 from .loop import train_step
@@ -59,12 +60,6 @@ class RandomTokens:
 
     def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
         raise TypeError("random tokens make no model worth saving")
-
-
-def vocabulary(tokenizer: str) -> int:
-    """Its size without loading it; GPT-2's for one that only its file knows."""
-    size = tokenizer.removeprefix("bpe:")
-    return int(size) if size.isdecimal() else 257 if size == "bytes" else 50257
 
 
 def random_model(config: RunConfig, vocab_size: int | None = None) -> tuple[Any, int, int | None]:
