@@ -127,6 +127,15 @@ class OelmConfig:
         value = getattr(self, name)
         return value[role] if isinstance(value, Mapping) else value
 
+    def rank_of(self, head_dim: int) -> int:
+        """The rank of a low-rank part: as asked for, or as a share of the head's size."""
+        return self.rank if isinstance(self.rank, int) else max(1, round(self.rank * head_dim))
+
+    @property
+    def gains_join(self) -> bool:
+        """Gains on two slices meet in one product of coordinates: one vector, the query's, does what two would do."""
+        return set(self.freeze) == set(ROLES) and all(self.role("init", role) == "identity" for role in ROLES)
+
     @classmethod
     def arm(cls, name: str, **overrides: Any) -> OelmConfig:
         """A named arm (see ARMS), with single fields replaced."""

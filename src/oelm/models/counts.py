@@ -56,9 +56,13 @@ def gpt_counts(model: ModelConfig, vocab_size: int, method: OelmConfig) -> Count
         kind = method.role("init", role)
         if kind not in (*DENSE, "identity"):
             return None
-        parts, multiplied = width * method.input_gains + heads * (method.temperature and role == "q"), 0
-        if method.correction == "lora" and type(method.rank) is int and method.rank < width:
-            multiplied = 2 * method.rank * width
+        gains = method.input_gains and not (role == "k" and method.gains_join)
+        parts, multiplied = width * gains + heads * (method.temperature and role == "q"), 0
+        if method.correction == "lora" and (rank := method.rank_of(width // heads)) < width:
+            multiplied = 2 * rank * width
+            parts += multiplied
+        elif method.correction == "blocks":
+            multiplied = width * (width // heads) * (role == "k")
             parts += multiplied
         elif method.correction == "oft" and width % method.block == 0:
             multiplied = width * method.block
