@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import Format, Words, examples, is_json
+from .words import Format, Words, examples, is_json, joined
 
 if TYPE_CHECKING:
     from ..method.arms import OelmConfig
@@ -80,7 +80,7 @@ def inspect(
     from ..config import load_config
     from ..inspection import inspect_model
 
-    words = words or []
+    words = joined(words)
     outside = [word for word in words if not word.startswith("method")]
     if outside:
         raise ValueError(f"{outside[0]}: inspect takes method=... and method.<field>=... only")

@@ -57,10 +57,16 @@ def train(
     from ..config import load_config
 
     file, settings = split_file(words)
-    given = {"method": model_type, "data": dataset, "train.lr": max_lr, "train.max_steps": max_steps, "out": out_dir}
-    alias = [f"{key}={value}" for key, value in given.items() if value is not None]
+    published = {
+        "--model_type": ("method", model_type), "--dataset": ("data", dataset), "--max_lr": ("train.lr", max_lr),
+        "--max_steps": ("train.max_steps", max_steps), "--out_dir": ("out", out_dir),
+    }  # fmt: skip
+    alias = {option: f"{key}={value}" for option, (key, value) in published.items() if value is not None}
     study = ["model=medium-512", "data.tokenizer=gpt2", "train.batch_size=8"] if alias and not file else []
-    config = load_config(file, [*study, *alias, *settings])
+    config = load_config(file, [*study, *alias.values(), *settings])
+    for option, word in alias.items():
+        if load_config(file, [*study, *alias.values(), *settings, word]) != config:
+            raise ValueError(f"{option}: says {word}, and another setting says otherwise; give one of them")
     if dry_run:
         from ..training.rehearsal import rehearse
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .words import FileAndWords, Format, Words, examples, is_json, split_file
+from .words import FileAndWords, Format, Words, examples, is_json, joined, split_file
 
 app = typer.Typer()
 study = typer.Typer(help="Plan, run and follow a study.", no_args_is_help=True)
@@ -57,7 +57,7 @@ def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "t
     from ..study.design import describe, design_table
     from ..study.plan import load_study
 
-    design = describe(load_study(file, words or [], scale))
+    design = describe(load_study(file, joined(words), scale))
     if json_wanted:
         print(json.dumps(asdict(design), indent=1))
     else:
@@ -81,7 +81,7 @@ def run(
     from ..study.execute import run_study
     from ..study.plan import load_study
 
-    config = load_study(file, words or [], scale)
+    config = load_study(file, joined(words), scale)
     problems = run_study(config, on=on, address=address, say=lambda text: print(text, flush=True))
     for problem in problems.values():  # each names its folder
         print(f"oelm: {problem}", file=sys.stderr)
@@ -142,13 +142,14 @@ def report(
             raise ValueError("--against: prints only, so no --check, --out, --md, --latex or --pdf with it")
         from ..report.analysis import analyse
         from ..report.text import arm_lines, notice_lines
+        from ..study.watch import read_study
 
-        planned = analyse(folder)
-        if against == planned.study.decide.reference:
+        look = analyse(folder, against)
+        if against == read_study(folder).decide.reference:
             raise ValueError(f"--against {against}: the study's own baseline; leave --against out")
-        print(arm_lines(analyse(folder, against)))
+        print(arm_lines(look))
         print(f"\nAgainst {against}: a second look at the same runs, not the comparison that the study planned;")
-        print("\n\n".join(["p values are corrected within this look only.", *notice_lines(planned)]))
+        print("\n\n".join(["p values are corrected within this look only.", *notice_lines(look)]))
         return
     page = out or folder / "report.html"
     if check:
@@ -180,7 +181,10 @@ def _folder(where: Path) -> Path:
         return where
     from ..study.plan import load_study
 
-    return load_study(where).folder
+    folder = load_study(where).folder
+    if not (folder / "study.json").exists():
+        raise ValueError(f"{where}: not begun, {folder} has no runs; start it with oelm study run {where}")
+    return folder
 
 
 def _print(table: object) -> None:
