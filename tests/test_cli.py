@@ -8,14 +8,14 @@ import sys
 
 import pytest
 from report.fake_study import COST, fake_study
-from tiny import words_for, write_corpus
+from tiny import task_words, words_for, write_corpus, write_encoder, write_task
 from typer.testing import CliRunner
 
 from oelm.cli import app, main
 from oelm.config import load_config
 from oelm.record import Run
 
-VERBS = ["ls", "inspect", "prepare", "train", "sample", "verify", "probe"]
+VERBS = ["ls", "inspect", "prepare", "train", "sample", "predict", "verify", "probe", "compare", "clean", "report"]
 
 
 def run(*words):
@@ -86,7 +86,7 @@ def test_published_counts_of_bert_from_the_command_line():
         (["train", "data=none/a.txt", "--dry-run"], "data.corpus=none/a.txt: no such file or folder"),
         (["train", "task=sst3", "--dry-run"], "task.name: unknown 'sst3'; did you mean 'sst2'?"),
         (["train", "task=sst2", "task.train=a.tsv", "task.validation=b.tsv", "--dry-run"], "a.tsv: no such file"),
-        (["train", "system.trackers=wandb"], "system.trackers: wandb is not installed; pip install wandb"),
+        (["train", "system.trackers=dvclive"], "system.trackers: dvclive is not installed; pip install dvclive"),
         (["train", "system.trackers=tensorbord"], "system.trackers: unknown 'tensorbord'; did you mean 'tensorboard'?"),
         (["inspect", "tiny", "--labels", "3"], "--labels: tiny is a preset of our GPT, which has no classification"),
     ],
@@ -126,7 +126,7 @@ def test_a_study_that_was_never_run_is_not_begun(tmp_path, monkeypatch, capsys):
         assert f"oelm study run {path}" in error
 
 
-def test_prepare_train_and_sample(tmp_path):
+def test_prepare_train_and_sample(tmp_path, monkeypatch, capsys):
     corpus = write_corpus(tmp_path)
     words = words_for(corpus, tmp_path / "run")
     prepared = run("prepare", *[w for w in words if w.startswith(("data", "system.data_dir"))])
@@ -136,6 +136,20 @@ def test_prepare_train_and_sample(tmp_path):
     assert trained.splitlines()[-2].startswith("finished: best PPL")
     assert "frozen tensors unchanged" in run("verify", str(tmp_path / "run"))
     assert run("sample", str(tmp_path / "run"), "--prompt", "the cat", "--tokens", "8").startswith("the cat")
+    error = fails(monkeypatch, capsys, "predict", str(tmp_path / "run"), "--text", "x")
+    assert "is a language model, which knows no labels; say oelm sample" in error
+
+
+def test_a_classifier_predicts_and_does_not_sample(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    run("train", *task_words(write_encoder(tmp_path / "m"), write_task(tmp_path / "t"), folder, "train.epochs=1"))
+    answers = run("predict", str(folder), "--text", "good dog", "--text", "bad dog").splitlines()
+    assert [line.rpartition(": ")[2] for line in answers] == ["good dog", "bad dog"]
+    found = json.loads(run("predict", str(folder), "--text", "good dog", "-f", "json"))
+    assert set(found[0]["probabilities"]) == {"negative", "positive"}
+    assert f"is a classifier, which writes no text; say oelm predict {folder}" in fails(
+        monkeypatch, capsys, "sample", str(folder)
+    )
 
 
 def test_a_run_that_has_no_model_yet_and_a_run_folder_are_one_clear_line(tmp_path, monkeypatch, capsys):

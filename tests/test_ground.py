@@ -19,6 +19,7 @@ ROOMS = [
     "settings",
     "runtime",
     "record",
+    "runs",
     "data",
     "models",
     "flops",

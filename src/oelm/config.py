@@ -206,7 +206,8 @@ class SystemConfig(Section):
     compile: bool = False  # the model, by torch.compile
     checkpoint_every: int | None = Field(None, ge=1)  # steps; default: at every evaluation
     checkpoint_seconds: float | None = Field(None, gt=0)  # also whenever so much time has passed
-    log_every: int = Field(10, ge=1)  # steps
+    keep: Literal["best", "last", "all"] = "best"  # of a finished run: best/ alone, also last/, also previous/
+    log_every: int = Field(10, ge=1)  # steps between lines of metrics.jsonl
     trackers: list[str] = []  # tensorboard, wandb, mlflow, ...: any of Accelerate's
 
 

@@ -39,7 +39,7 @@ def check_trackers(names: Sequence[str]) -> None:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
             raise ValueError(f"system.trackers: unknown {name!r}; {hint}")
-        if name not in get_available_trackers():
+        if LoggerType(name) not in get_available_trackers():
             raise ValueError(f"system.trackers: {name} is not installed; pip install {name}, or leave it out")
 
 

@@ -56,6 +56,13 @@ def examples(*lines: str) -> str:
     return "Examples:\n\n" + "\n\n".join(f"  {line}" for line in lines)
 
 
+def columns(table: list[list[str]]) -> str:
+    """Rows of text under each other."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join(lines) if len(table) > 1 else ""
+
+
 def is_json(form: str) -> bool:
     if form not in ("text", "json"):
         raise ValueError(f"--format: unknown {form!r}; choose text or json")

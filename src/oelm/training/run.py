@@ -18,6 +18,7 @@ from ..flops import Flops, flops_by_step, mean_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
 from ..record import ANSWERS, Run, claimed, read_run, write_predictions
+from ..runs import drop_checkpoints
 from ..runtime import check_trackers, choose_precision, environment, measure_peak, peak_memory
 from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
@@ -161,6 +162,7 @@ def _operate(
     if stopped_by:
         run.say(f"stopped at step {progress.step}; the same command goes on from there")
         raise SystemExit(128 + stopped_by)
+    drop_checkpoints(config.folder, config.system.keep)  # after the status: a finished run is never taken up again
     return run.facts
 
 
