@@ -104,8 +104,17 @@ def test_a_crash_is_no_result_so_its_arm_waits(tmp_path):
     assert {c.group.arm for c in cells if c.stage == "compare"} == {"baseline"}
 
 
+def test_a_design_may_change_until_a_run_has_started(tmp_path):
+    begin(make_study(tmp_path))
+    begin(make_study(tmp_path, seeds=[4, 5]))
+    assert read_study(tmp_path / "s").seeds == [4, 5]
+    with claimed(comparison_runs(read_study(tmp_path / "s"), {})[0].folder), pytest.raises(ValueError, match="another"):
+        begin(make_study(tmp_path))
+
+
 def test_a_design_that_changed_after_the_beginning_is_refused_with_the_difference(tmp_path):
     begin(make_study(tmp_path))
+    open_run(comparison_runs(make_study(tmp_path), {})[0])
     again = make_study(tmp_path, execution={"slots": 1}, cpu={"seeds": [5]})
     again = again.model_copy(update={"base": again.base | {"system": {**again.base["system"], "log_every": 1}}})
     begin(again)  # where it runs, and how fast, is no part of the design

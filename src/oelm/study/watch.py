@@ -31,7 +31,7 @@ OVER = ("finished", "failed", "damaged")
 
 
 def begin(study: StudyConfig) -> Path:
-    """Writes study.json once. A file that changed since is refused: the design was decided before the runs."""
+    """Writes study.json. Once a run has started, a changed design is refused: it was decided before the runs."""
     path = study.folder / "study.json"
     study.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(study.folder / ".begin"):  # two launchers may begin at once
@@ -40,7 +40,7 @@ def begin(study: StudyConfig) -> Path:
 
 
 def _begin(study: StudyConfig, path: Path) -> None:
-    if path.exists():
+    if path.exists() and _has_run(study.folder):
         if changed := differences(_design(read_study(study.folder)), _design(study)):
             raise ValueError(
                 f"{path}: the study began with another design ({'; '.join(changed)}); restore the file, "
@@ -48,6 +48,11 @@ def _begin(study: StudyConfig, path: Path) -> None:
             )
     else:
         write_atomically(path, study.model_dump_json(indent=1, exclude={"cpu"}) + "\n")
+
+
+def _has_run(folder: Path) -> bool:
+    """Whether any run of the study has started."""
+    return any(folder.glob("*/run.json")) or any(is_claimed(claim.parent) for claim in folder.glob("*/.claim"))
 
 
 def read_study(folder: Path) -> StudyConfig:
