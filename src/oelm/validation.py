@@ -48,7 +48,10 @@ def validation_line(error: ValidationError, root: type[BaseModel], source: str =
 
 def _nearest(root: type[BaseModel], path: list[str], known: list[str]) -> str | None:
     """The key that was meant: of another section where it stands there as written, else the nearest spelling here."""
-    last = path[-1]
+    last, outer = path[-1], getattr(root, "HOLDS", {})
+    for name, inner in outer.items():  # a study's base holds a run
+        if path[0] in inner.model_fields and path[0] not in root.model_fields:
+            return f"{name}.{'.'.join(path)}"
     sections = {name: inner for name in root.model_fields if (inner := section_of(root, name))}
     elsewhere = [f"{name}.{last}" for name, inner in sections.items() if last in inner.model_fields]
     if len(path) == 1 and len(elsewhere) == 1:

@@ -465,3 +465,18 @@ def test_a_copied_run_counts_once(tmp_path):
 def test_the_published_margin_is_a_ratio_of_perplexities(tmp_path):
     fake_study(tmp_path / "s", seeds=2, search=False)
     assert math.exp(analyse(tmp_path / "s").margin) == pytest.approx(1.05)
+
+
+def test_runs_with_other_numbers_of_threads_and_added_seeds_are_warned_about(tmp_path):
+    fake_study(tmp_path / "s", search=False, seeds=6, extension=[20, 21])
+    assert "Extended: seeds 20, 21 were added after" in warnings(tmp_path / "s")
+    assert "CPU threads" not in warnings(tmp_path / "s")
+    path = next((tmp_path / "s").glob("oelm-q-*/run.json"))
+    record = json.loads(path.read_text())
+    record["environment"]["threads"] = 4
+    path.write_text(json.dumps(record))
+    assert "The runs had 1 or 4 CPU threads" in warnings(tmp_path / "s")
+
+
+def warnings(folder):
+    return "\n".join(notice.text for notice in notices(analyse(folder)) if notice.weight == "warning")

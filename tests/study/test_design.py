@@ -77,3 +77,13 @@ def test_time_is_estimated_from_arithmetic_and_then_from_finished_runs(tmp_path)
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(design_table(then))
     assert "2 runs at once: about" in console.export_text()
+
+
+def test_a_begun_studys_plan_uses_the_spread_that_was_measured(tmp_path):
+    study = make_study(tmp_path, seeds=[0, 1, 2])
+    assert "sd 0.01 nats (an assumption)" in describe(study).notes[-1]
+    for cell in comparison_runs(study, {}):
+        finish(cell, loss=2.0 + cell.seed + (0.1 * cell.seed if cell.group.arm == "oelm" else 0.0))
+    design = describe(study)
+    assert "sd 0.1 nats (as measured on 3 pairs of this study)" in design.notes[-1]  # differences 0, 0.1, 0.2
+    assert design.detectable == pytest.approx(10 * describe(study, sd=0.01).detectable)

@@ -24,7 +24,7 @@ def notices(analysis: Analysis) -> list[Notice]:
     """Warnings first."""
     warnings = [
         *_unfinished(analysis), *_left_out(analysis), *_too_few_seeds(analysis), *_different_data(analysis),
-        *_savings(analysis, "impossible"),
+        *_savings(analysis, "impossible"), *_threads(analysis), *_extended(analysis),
     ]  # fmt: skip
     notes = [
         *_diverged(analysis),
@@ -111,6 +111,25 @@ def _savings(analysis: Analysis, standing: str) -> list[str]:
             f"{row.ceiling:.2%} that the arithmetic allows. {how}."
         )
     return texts
+
+
+def _threads(analysis: Analysis) -> list[str]:
+    """Another number of threads adds in another order: late digits differ, and they grow."""
+    found = sorted({json.loads(run.environment).get("threads") or 0 for run in analysis.runs()})
+    if len(found) < 2:
+        return []
+    numbers = " or ".join(map(str, found))
+    return [f"The runs had {numbers} CPU threads: part of the differences between arms may be rounding."]
+
+
+def _extended(analysis: Analysis) -> list[str]:
+    seeds = [str(seed) for seed in analysis.study.extension]
+    if not seeds:
+        return []
+    text = f"seed{'s' * (len(seeds) != 1)} {_listed(seeds)} {'was' if len(seeds) == 1 else 'were'} added"
+    return [
+        f"Extended: {text} after the study had begun. If the results so far were the reason, verdicts come too easily."
+    ]
 
 
 def _diverged(analysis: Analysis) -> list[str]:
