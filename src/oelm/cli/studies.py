@@ -120,6 +120,7 @@ def watch(where: Where) -> None:
     epilog=examples(
         "oelm report runs/quickstart -o report.html --md report.md",
         "oelm report runs/quickstart --check -o report.html",
+        "oelm report runs/quickstart --csv numbers.csv --json numbers.json",
     )
 )
 def report(
@@ -130,6 +131,8 @@ def report(
     md: Annotated[Path | None, typer.Option(help="also as Markdown")] = None,
     latex: Annotated[Path | None, typer.Option(help="also its tables as LaTeX")] = None,
     pdf: Annotated[Path | None, typer.Option(help="also as PDF (needs Chromium)")] = None,
+    csv: Annotated[Path | None, typer.Option(help="also every number with its runs, as a table")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="the same as JSON, with the verdict")] = None,
     check: Annotated[bool, typer.Option("--check", help="re-derive every number of a written page")] = False,
     against: Annotated[
         str | None, typer.Option(metavar="ARM", help="compare with this arm, not the baseline; prints, writes nothing")
@@ -138,8 +141,8 @@ def report(
     """Tables, curves and verdicts of a study on one page that opens offline."""
     folder = _folder(where)
     if against is not None:
-        if check or out or md or latex or pdf:
-            raise ValueError("--against: prints only, so no --check, --out, --md, --latex or --pdf with it")
+        if check or out or md or latex or pdf or csv or as_json:
+            raise ValueError("--against: prints only, so no --check and no file to write with it")
         from ..report.analysis import analyse
         from ..report.text import arm_lines, notice_lines
         from ..study.watch import read_study
@@ -168,9 +171,10 @@ def report(
     from ..report.html import write_report
     from ..report.text import verdict_lines
 
-    print(verdict_lines(write_report(folder, page, md, latex, pdf)))
+    print(verdict_lines(write_report(folder, page, md, latex, pdf, csv, as_json)))
     print()
-    for kind, path in (("Report", page), ("Markdown", md), ("LaTeX", latex), ("PDF", pdf)):
+    written = (("Report", page), ("Markdown", md), ("LaTeX", latex), ("PDF", pdf), ("CSV", csv), ("JSON", as_json))
+    for kind, path in written:
         if path:
             print(f"{kind}: {path}")
 
