@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +50,23 @@ Scale = Annotated[str | None, typer.Option(help="cpu: the file's own smaller ver
 Where = Annotated[Path, typer.Argument(help="a study folder, or the file of one that has begun", metavar="STUDY")]
 
 
+Page = Annotated[bool, typer.Option("--page", help="also as a page for a browser on this machine, kept current")]
+Port = Annotated[int, typer.Option(help="of the page, on 127.0.0.1; default: a free one", min=0, max=65535)]
+
+
+@contextmanager
+def _page(folder: Path, wanted: bool, port: int) -> Iterator[None]:
+    """The live page, while the block runs, if it is wanted."""
+    if not wanted:
+        yield
+        return
+    from ..report.live import serving
+
+    with serving(folder, port) as address:
+        print(f"Live page: {address}", flush=True)
+        yield
+
+
 @study.command(epilog=examples("oelm study plan configs/quickstart.yaml", "oelm study plan configs/phase2-gpt.yaml"))
 def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "text") -> None:
     """What the study would run, what it costs, and what its design can detect. Starts nothing."""
@@ -67,6 +86,7 @@ def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "t
 @study.command(
     epilog=examples(
         "oelm study run configs/quickstart.yaml",
+        "oelm study run configs/quickstart.yaml --page",
         "oelm study run configs/phase2-gpt.yaml --scale cpu --on ray --address head:6379",
     )
 )
@@ -76,21 +96,24 @@ def run(
     scale: Scale = None,
     on: Annotated[str, typer.Option(help="local or ray")] = "local",
     address: Annotated[str | None, typer.Option(help="of the Ray cluster; default: the one this machine is in")] = None,
+    page: Page = False,
+    port: Port = 0,
 ) -> None:
     """Run what is unfinished, decide, and write the report. Called again, it reuses all that is finished."""
     from ..study.execute import run_study
     from ..study.plan import load_study
 
     config = load_study(file, joined(words), scale)
-    problems = run_study(config, on=on, address=address, say=lambda text: print(text, flush=True))
+    written = config.folder / "report.html"
+    with _page(config.folder, page, port):
+        problems = run_study(config, on=on, address=address, say=lambda text: print(text, flush=True))
+        from ..report.html import write_report
+        from ..report.text import verdict_lines
+
+        analysis = write_report(config.folder, written)
     for problem in problems.values():  # each names its folder
         print(f"oelm: {problem}", file=sys.stderr)
-    from ..report.html import write_report
-    from ..report.text import verdict_lines
-
-    page = config.folder / "report.html"
-    analysis = write_report(config.folder, page)
-    print(f"\n{verdict_lines(analysis)}\n\nReport: {page}")
+    print(f"\n{verdict_lines(analysis)}\n\nReport: {written}")
     if problems:
         raise SystemExit(1)
 
@@ -108,12 +131,14 @@ def status(where: Where, form: Format = "text") -> None:
         _print(status_table(table))
 
 
-@study.command(epilog=examples("oelm study watch runs/quickstart", "oelm study watch configs/quickstart.yaml"))
-def watch(where: Where) -> None:
+@study.command(epilog=examples("oelm study watch runs/quickstart", "oelm study watch configs/quickstart.yaml --page"))
+def watch(where: Where, page: Page = False, port: Port = 0) -> None:
     """The same as a live table, until all runs are over."""
     from ..study.watch import watch as follow
 
-    follow(_folder(where))
+    folder = _folder(where)
+    with _page(folder, page, port):
+        follow(folder)
 
 
 @app.command(
