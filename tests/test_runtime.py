@@ -1,3 +1,9 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -27,3 +33,18 @@ def test_the_peak_is_a_plausible_speed():
 
 def test_memory_is_counted_in_bytes():
     assert 5e7 < peak_memory(CPU) < 1e12
+
+
+def test_the_threads_that_the_environment_asks_for_are_used_and_recorded(tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nsys.path.insert(0, sys.argv[2])\n"
+        "from tiny import tiny_config, write_corpus\n"
+        "from oelm.training.run import run_training\nplace = Path(sys.argv[1])\n"
+        "config = tiny_config(write_corpus(place), place / 'run', 'system.threads=null', 'train.max_steps=6')\n"
+        "print(run_training(config, quiet=True)['environment']['threads'])"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    for wanted in ("1", str(min(2, os.cpu_count()))):
+        done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": wanted})
+        assert done.stdout.split()[-1:] == [wanted], done.stderr
+        shutil.rmtree(tmp_path / "run")

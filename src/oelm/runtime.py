@@ -7,6 +7,8 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,21 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16", f"{torch.cuda.get_device_name(device)} multiplies bf16 natively"
     return "fp32", f"no native bf16 on this {device.type} device"
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises for a tracker that is unknown or not installed; Accelerate would train without it and say nothing."""
+    from accelerate.tracking import get_available_trackers
+    from accelerate.utils import LoggerType
+
+    known = [kind.value for kind in LoggerType if kind != LoggerType.ALL]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
+            raise ValueError(f"system.trackers: unknown {name!r}; {hint}")
+        if LoggerType(name) not in get_available_trackers():
+            raise ValueError(f"system.trackers: {name} is not installed; pip install {name}, or leave it out")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -112,7 +112,12 @@ def test_data_that_cannot_be_prepared_is_one_error_not_one_for_each_run(study_fi
     study = load_study(study_file(), [f"base.data.corpus={tmp_path / 'nowhere.txt'}"])
     with pytest.raises(FileNotFoundError, match="nowhere.txt: no such file"):
         run_study(study, say=lambda _: None)
-    assert not any(cell.folder.exists() for cell in comparison_runs(study, {}))
+    assert not study.folder.exists()  # it has not begun
+    words = ["base.task=sst2", f"base.task.path={tmp_path}", "base.model=minilm-l6"]
+    classifier = load_study(study_file(base={}), [*words, f"base.system.runs_dir={tmp_path}"])
+    with pytest.raises(ValueError, match="task.train: no file for it"):
+        run_study(classifier, say=lambda _: None)
+    assert not classifier.folder.exists()
 
 
 def test_an_unknown_place_to_run_is_refused(study_file):

@@ -28,7 +28,7 @@ from oelm.config import load_config
 from oelm.probe import probe_run
 from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run
 from oelm.training.audit import audit
-from oelm.training.finetune import f1, matthews
+from oelm.training.finetune import f1, matthews, predict
 from oelm.training.rehearsal import rehearse
 from oelm.training.run import job_of, run_training
 
@@ -295,3 +295,14 @@ def test_scores_by_hand():
     assert f1(labels, predicted) == pytest.approx(2 / 3)
     assert matthews(labels, predicted) == pytest.approx((2 * 4 - 1 * 1) / np.sqrt(3 * 3 * 5 * 5))
     assert matthews(labels, np.zeros(8)) == 0
+
+
+def test_a_trained_classifier_can_be_asked(finished, task):
+    rows = [line.split("\t") for line in (task / "dev.tsv").read_text().splitlines()[1:]]
+    answers = predict(finished, [(text,) for text, _ in rows])
+    assert all(list(answer) == ["negative", "positive"] for answer in answers)
+    assert all(sum(answer.values()) == pytest.approx(1) for answer in answers)
+    said = [list(answer.values()).index(max(answer.values())) for answer in answers]
+    assert said == read_predictions(finished)["splits"]["validation"]["predicted"]
+    with pytest.raises(ValueError, match="sst2 reads 1 at a time; leave --pair out"):
+        predict(finished, [("good", "bad")])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .words import FileAndWords, Format, Words, examples, is_json, split_file
+from .words import FileAndWords, Format, Words, examples, is_json, joined, split_file
 
 app = typer.Typer()
 study = typer.Typer(help="Plan, run and follow a study.", no_args_is_help=True)
@@ -75,6 +77,23 @@ Scale = Annotated[str | None, typer.Option(help="cpu: the file's own smaller ver
 Where = Annotated[Path, typer.Argument(help="a study folder, or the file of one that has begun", metavar="STUDY")]
 
 
+Page = Annotated[bool, typer.Option("--page", help="also as a page for a browser on this machine, kept current")]
+Port = Annotated[int, typer.Option(help="of the page, on 127.0.0.1; default: a free one", min=0, max=65535)]
+
+
+@contextmanager
+def _page(folder: Path, wanted: bool, port: int) -> Iterator[None]:
+    """The live page, while the block runs, if it is wanted."""
+    if not wanted:
+        yield
+        return
+    from ..report.live import serving
+
+    with serving(folder, port) as address:
+        print(f"Live page: {address}", flush=True)
+        yield
+
+
 @study.command(epilog=examples("oelm study plan configs/quickstart.yaml", "oelm study plan configs/phase2-gpt.yaml"))
 def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "text") -> None:
     """What the study would run, what it costs, and what its design can detect. Starts nothing."""
@@ -84,7 +103,7 @@ def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "t
     from ..study.design import describe, design_table
     from ..study.plan import load_study
 
-    design = describe(load_study(file, words or [], scale))
+    design = describe(load_study(file, joined(words), scale))
     if json_wanted:
         print(json.dumps(asdict(design), indent=1))
     else:
@@ -94,6 +113,7 @@ def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "t
 @study.command(
     epilog=examples(
         "oelm study run configs/quickstart.yaml",
+        "oelm study run configs/quickstart.yaml --page",
         "oelm study run configs/phase2-gpt.yaml --scale cpu --on ray --address head:6379",
     )
 )
@@ -103,21 +123,24 @@ def run(
     scale: Scale = None,
     on: Annotated[str, typer.Option(help="local or ray")] = "local",
     address: Annotated[str | None, typer.Option(help="of the Ray cluster; default: the one this machine is in")] = None,
+    page: Page = False,
+    port: Port = 0,
 ) -> None:
     """Run what is unfinished, decide, and write the report. Called again, it reuses all that is finished."""
     from ..study.execute import run_study
     from ..study.plan import load_study
 
-    config = load_study(file, words or [], scale)
-    problems = run_study(config, on=on, address=address, say=lambda text: print(text, flush=True))
+    config = load_study(file, joined(words), scale)
+    written = config.folder / "report.html"
+    with _page(config.folder, page, port):
+        problems = run_study(config, on=on, address=address, say=lambda text: print(text, flush=True))
+        from ..report.html import write_report
+        from ..report.text import verdict_lines
+
+        analysis = write_report(config.folder, written)
     for problem in problems.values():  # each names its folder
         print(f"oelm: {problem}", file=sys.stderr)
-    from ..report.html import write_report
-    from ..report.text import verdict_lines
-
-    page = config.folder / "report.html"
-    analysis = write_report(config.folder, page)
-    print(f"\n{verdict_lines(analysis)}\n\nReport: {page}")
+    print(f"\n{verdict_lines(analysis)}\n\nReport: {written}")
     if problems:
         raise SystemExit(1)
 
@@ -135,18 +158,21 @@ def status(where: Where, form: Format = "text") -> None:
         _print(status_table(table))
 
 
-@study.command(epilog=examples("oelm study watch runs/quickstart", "oelm study watch configs/quickstart.yaml"))
-def watch(where: Where) -> None:
+@study.command(epilog=examples("oelm study watch runs/quickstart", "oelm study watch configs/quickstart.yaml --page"))
+def watch(where: Where, page: Page = False, port: Port = 0) -> None:
     """The same as a live table, until all runs are over."""
     from ..study.watch import watch as follow
 
-    follow(_folder(where))
+    folder = _folder(where)
+    with _page(folder, page, port):
+        follow(folder)
 
 
 @app.command(
     epilog=examples(
         "oelm report runs/quickstart -o report.html --md report.md",
         "oelm report runs/quickstart --check -o report.html",
+        "oelm report runs/quickstart --csv numbers.csv --json numbers.json",
     )
 )
 def report(
@@ -157,6 +183,8 @@ def report(
     md: Annotated[Path | None, typer.Option(help="also as Markdown")] = None,
     latex: Annotated[Path | None, typer.Option(help="also its tables as LaTeX")] = None,
     pdf: Annotated[Path | None, typer.Option(help="also as PDF (needs Chromium)")] = None,
+    csv: Annotated[Path | None, typer.Option(help="also every number with its runs, as a table")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="the same as JSON, with the verdict")] = None,
     check: Annotated[bool, typer.Option("--check", help="re-derive every number of a written page")] = False,
     against: Annotated[
         str | None, typer.Option(metavar="ARM", help="compare with this arm, not the baseline; prints, writes nothing")
@@ -165,17 +193,18 @@ def report(
     """Tables, curves and verdicts of a study on one page that opens offline."""
     folder = _folder(where)
     if against is not None:
-        if check or out or md or latex or pdf:
-            raise ValueError("--against: prints only, so no --check, --out, --md, --latex or --pdf with it")
+        if check or out or md or latex or pdf or csv or as_json:
+            raise ValueError("--against: prints only, so no --check and no file to write with it")
         from ..report.analysis import analyse
         from ..report.text import arm_lines, notice_lines
+        from ..study.watch import read_study
 
-        planned = analyse(folder)
-        if against == planned.study.decide.reference:
+        look = analyse(folder, against)
+        if against == read_study(folder).decide.reference:
             raise ValueError(f"--against {against}: the study's own baseline; leave --against out")
-        print(arm_lines(analyse(folder, against)))
+        print(arm_lines(look))
         print(f"\nAgainst {against}: a second look at the same runs, not the comparison that the study planned;")
-        print("\n\n".join(["p values are corrected within this look only.", *notice_lines(planned)]))
+        print("\n\n".join(["p values are corrected within this look only.", *notice_lines(look)]))
         return
     page = out or folder / "report.html"
     if check:
@@ -194,9 +223,10 @@ def report(
     from ..report.html import write_report
     from ..report.text import verdict_lines
 
-    print(verdict_lines(write_report(folder, page, md, latex, pdf)))
+    print(verdict_lines(write_report(folder, page, md, latex, pdf, csv, as_json)))
     print()
-    for kind, path in (("Report", page), ("Markdown", md), ("LaTeX", latex), ("PDF", pdf)):
+    written = (("Report", page), ("Markdown", md), ("LaTeX", latex), ("PDF", pdf), ("CSV", csv), ("JSON", as_json))
+    for kind, path in written:
         if path:
             print(f"{kind}: {path}")
 
@@ -207,7 +237,10 @@ def _folder(where: Path) -> Path:
         return where
     from ..study.plan import load_study
 
-    return load_study(where).folder
+    folder = load_study(where).folder
+    if not (folder / "study.json").exists():
+        raise ValueError(f"{where}: not begun, {folder} has no runs; start it with oelm study run {where}")
+    return folder
 
 
 def _share(option: str, text: str) -> float:

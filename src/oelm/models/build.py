@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,26 @@ def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:
 
 
 def load_causal(folder: Path) -> Any:
-    """The language model saved in a folder, whole: a weight without its place, or a place without weight, raises."""
+    """The language model saved in a folder."""
     from transformers import AutoModelForCausalLM
+
+    return load_whole(AutoModelForCausalLM, folder)
+
+
+def saved_kind(folder: Path) -> str | None:
+    """The class that a folder's config.json names."""
+    path = folder / "config.json"
+    return (json.loads(path.read_text()).get("architectures") or [None])[0] if path.is_file() else None
+
+
+def load_whole(kind: Any, folder: Path) -> Any:
+    """The saved model, for use: a weight without its place, or a place without weight, raises."""
     from transformers.utils import logging
 
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder}: no saved model there; train one first, or wait for its first evaluation")
     logging.disable_progress_bar()
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
     if odd := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise ValueError(f"{folder}: the saved weights are not those of a {type(model).__name__} ({odd[0]})")
     return model.eval()

@@ -7,11 +7,14 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from .build import load_causal
+from .build import load_causal, saved_kind
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """The prompt and `tokens` more, at most as many as the model's context holds."""
+    if "ForSequenceClassification" in str(saved_kind(folder)):
+        run = folder.parent if folder.name == "best" else folder
+        raise ValueError(f"{run}: is a classifier, which writes no text; say oelm predict {run} --text ...")
     model = load_causal(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids if prompt else torch.tensor([[tokenizer.eos_token_id]])

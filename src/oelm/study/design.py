@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import subprocess
 import sys
 from contextlib import suppress
@@ -73,8 +74,20 @@ class Design:
     notes: list[str]
 
 
-def describe(study: StudyConfig, sd: float = 0.01) -> Design:
-    """Cost and power of a study; `sd` is the assumed spread, in nats, of the paired differences over seeds."""
+@dataclass(frozen=True)
+class Spread:
+    """How far paired differences lie apart over seeds, in nats or as a share of accuracy."""
+
+    sd: float = 0.01
+    pairs: int = 0  # it was measured on; 0: assumed
+
+    def __str__(self) -> str:
+        return f"as measured on {self.pairs} pairs of this study" if self.pairs else "an assumption"
+
+
+def describe(study: StudyConfig, sd: float | None = None) -> Design:
+    """Cost and power of a study; `sd` is the spread of the paired differences over seeds, else as measured so far."""
+    spread = Spread(sd) if sd is not None else measured_spread(study)
     search, points = search_runs(study), dict[Group, Point]()
     for cell in search:
         points.setdefault(cell.group, cell.point)  # whichever is chosen costs the same
@@ -93,14 +106,43 @@ def describe(study: StudyConfig, sd: float = 0.01) -> Design:
     left = max(0.0, sum(seconds.values()) - spent / abreast)
     n, detectable = min(len(study.seeds_of(size)) for size in study.sizes or [""]), None
     if n > 1:
-        detectable = minimum_detectable(n, sd, confidence=study.decide.confidence)
+        detectable = minimum_detectable(n, spread.sd, confidence=study.decide.confidence)
     return Design(
         study.name, study.question, costs, slots, seconds, left, basis, n, smallest_p(n), detectable,
-        _notes(study, sd, detectable, some.task is not None),
+        _notes(study, spread, detectable, some.task is not None),
     )  # fmt: skip
 
 
-def _notes(study: StudyConfig, sd: float, detectable: float | None, some_task: bool) -> list[str]:
+def measured_spread(study: StudyConfig) -> Spread:
+    """Pooled over all arms that have two finished pairs by now; without one, a guess."""
+    cells, _, seen = planned(study)
+    values: dict[tuple[str, str, int | None], dict[str, dict[int, float]]] = {}
+    for cell in cells:
+        if cell.stage == "compare" and (value := _value(study, seen[cell.config.id])) is not None:
+            place = (cell.group.corpus, cell.group.size, cell.budget)
+            values.setdefault(place, {}).setdefault(cell.group.arm, {})[cell.seed] = value
+    squares, freedom, pairs = 0.0, 0, 0
+    for arms in values.values():
+        reference = arms.pop(study.decide.reference, {})
+        for arm in arms.values():
+            differences = [arm[seed] - reference[seed] for seed in arm if seed in reference]
+            if len(differences) > 1:
+                squares += statistics.variance(differences) * (len(differences) - 1)
+                freedom, pairs = freedom + len(differences) - 1, pairs + len(differences)
+    return Spread(math.sqrt(squares / freedom), pairs) if squares else Spread()
+
+
+def _value(study: StudyConfig, seen: Seen) -> float | None:
+    """What is compared of a finished run: its loss, or its error rate."""
+    if seen.record is None or seen.status != "finished":
+        return None
+    totals, split = seen.record["totals"], study.decide.split
+    found = (totals.get("splits") or {}).get(split, {}) if split else totals["best"]
+    measure = found.get(study.decide.metric)
+    return None if measure is None else 1 - measure if study.decide.metric == "accuracy" else measure
+
+
+def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_task: bool) -> list[str]:
     n, rule = min(len(study.seeds_of(size)) for size in study.sizes or [""]), study.decide
     p, level = smallest_p(n), 1 - rule.confidence
     rivals = sum(group.arm != rule.reference for group in groups(study))
@@ -129,10 +171,11 @@ def _notes(study: StudyConfig, sd: float, detectable: float | None, some_task: b
         margin = f"the margin (ln {rule.margin:g} = {math.log(rule.margin):.4f})"
         found = f"found with power 80 %: {detectable:.4f} nats away from 0 or from {margin}"
         alone = ", before Holm" if times > 1 else ""
-        notes.append(f"{found}, assuming that paired differences have sd {sd:g} nats{alone}")
+        notes.append(f"{found}{alone}, if paired differences have sd {spread.sd:.3g} nats ({spread})")
     else:
         found = f"found with power 80 %: {100 * detectable:.2f} points of accuracy away from 0 or from the margin"
-        notes.append(f"{found} ({rule.margin_points:g} points), assuming that paired differences have sd {100 * sd:g}")
+        points = f"sd {100 * spread.sd:.3g} ({spread})"
+        notes.append(f"{found} ({rule.margin_points:g} points), if paired differences have {points}")
     return notes
 
 

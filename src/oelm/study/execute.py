@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
-from ..config import DataConfig, RunConfig, SystemConfig
+from ..config import RunConfig
 from ..record import is_claimed
 from .plan import Cell, Execution, StudyConfig, check_runs, choose, comparison_runs, groups
 from .watch import begin, diverged, look, losses, searched, unsettled
@@ -42,14 +42,15 @@ def run_study(
     """Runs what is unfinished: the search for learning rates, then the comparison. Returns folder -> problem."""
     if on not in ("local", "ray"):
         raise ValueError(f"--on: unknown {on!r}; choose local or ray")
-    begin(study)
+    if on == "ray" or (study.folder / "study.json").exists():  # the cluster may have data that this machine has not
+        begin(study)
 
     def run(cells: Sequence[Cell]) -> dict[Path, str]:
         if on == "ray":
             from .cluster import run_on_ray
 
             return run_on_ray(cells, study.execution, address, say=say, tick=tick)
-        return run_local(cells, study.execution, say=say, tick=tick)
+        return run_local(cells, study.execution, say=say, tick=tick, ready=lambda: begin(study))
 
     problems: dict[Path, str] = {}
     while True:  # a closing search asks for more runs when it has seen the last ones
@@ -74,10 +75,13 @@ def run_study(
 
 def run_local(
     cells: Sequence[Cell], execution: Execution, *, say: Say = print, tick: Tick = lambda: None,
-    gpus: Callable[[], dict[str, float]] | None = None,
+    gpus: Callable[[], dict[str, float]] | None = None, ready: Callable[[], object] = lambda: None,
 ) -> dict[Path, str]:  # fmt: skip
-    """Runs the cells that are not over and waits for those that other launchers run. Returns folder -> problem."""
-    launcher = _Launcher(cells, execution, say, tick, gpus or gpu_memory)
+    """Runs the cells that are not over and waits for those that other launchers run. Returns folder -> problem.
+
+    `ready` is called once the data of all of them has been read, before the first run starts.
+    """
+    launcher = _Launcher(cells, execution, say, tick, gpus or gpu_memory, ready)
     if launcher.queue:
         with _handling(signal.SIGTERM, _leave), _handling(signal.SIGHUP, _leave):
             launcher.run()
@@ -94,11 +98,12 @@ class _Child:
 
 class _Launcher:
     def __init__(
-        self, cells: Sequence[Cell], execution: Execution, say: Say, tick: Tick, gpus: Callable[[], dict[str, float]]
-    ) -> None:
+        self, cells: Sequence[Cell], execution: Execution, say: Say, tick: Tick, gpus: Callable[[], dict[str, float]],
+        ready: Callable[[], object],
+    ) -> None:  # fmt: skip
         queue, self.problems = unsettled(cells)
         self.queue, self.total, self.began = deque(queue), len(cells), time.time()
-        self.execution, self.say, self.tick, self.gpus = execution, say, tick, gpus
+        self.execution, self.say, self.tick, self.gpus, self.ready = execution, say, tick, gpus, ready
         self.children: list[_Child] = []
         self.claims = GpuClaims()
         self.elsewhere: list[Cell] = []  # held by another launcher
@@ -117,6 +122,7 @@ class _Launcher:
             if not self.on_gpu:
                 _start_forkserver()
             self._prepare()
+            self.ready()
             self._loop()
         finally:
             self._stop()
@@ -125,11 +131,10 @@ class _Launcher:
             os.environ.update(before)
 
     def _prepare(self) -> None:
-        """Each corpus once, before the runs could all try."""
-        wanted = {cell.config.source: cell.config for cell in self.queue if not cell.config.task}
-        for config in wanted.values():
+        """Each corpus and each task once, before the runs could all try: what cannot be read stops the study here."""
+        for config in {cell.config.source: cell.config for cell in self.queue}.values():
             with ProcessPoolExecutor(1, mp_context=self.context) as pool:
-                pool.submit(_prepare, config.data, config.system).result()
+                pool.submit(_prepare, config).result()
 
     def _loop(self) -> None:
         looked = 0.0
@@ -314,11 +319,16 @@ def _child(config: RunConfig, gpu: str | None) -> None:
         raise
 
 
-def _prepare(data: DataConfig, system: SystemConfig) -> None:
+def _prepare(config: RunConfig) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to tidy up: what is half prepared is thrown away
+    if config.task:
+        from ..data.tasks import load_task
+
+        load_task(config.task)
+        return
     from ..training.pretrain import prepare_data
 
-    prepare_data(data, system, progress=True)
+    prepare_data(config.data, config.system, progress=True)
 
 
 def _start_forkserver() -> None:

@@ -12,14 +12,15 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..config import RunConfig
-from ..data.tasks import describe
+from ..data.corpus import check_corpus
+from ..data.tasks import check_task, describe
 from ..flops import run_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import verify
 from ..models.build import build_gpt
 from ..models.classifiers import build_classifier
 from ..models.presets import vocabulary
-from ..runtime import choose_precision
+from ..runtime import check_trackers, choose_precision
 from .clock import Clock
 from .loop import train_step
 from .optim import make_optimizers
@@ -94,6 +95,8 @@ def start_accelerator(config: RunConfig) -> Accelerator:
 
 def rehearse(config: RunConfig) -> str:
     """Builds, operates and takes one optimizer step, writes nothing; says what was counted and checked."""
+    check_trackers(config.system.trackers)
+    check_task(config.task) if config.task else check_corpus(config.data.corpus)
     accelerator = start_accelerator(config)
     model, context, classes = random_model(config)
     report = apply_oelm(model, config.method.oelm(config.init_seed))
@@ -114,6 +117,6 @@ def rehearse(config: RunConfig) -> str:
             str(report),
             f"one step on {shape}: loss {loss.item():.4f}, {seconds:.1f} s{frozen}",
             f"FLOP ceiling: freezing saves at most {flops.ceiling:.1%} of a step",
-            "dry run: random weights, no data read, nothing written",
+            "dry run: random weights, no text read, nothing written",
         ]
     )

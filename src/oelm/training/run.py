@@ -18,7 +18,8 @@ from ..flops import Flops, flops_by_step, mean_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
 from ..record import ANSWERS, Run, arm_changes, claimed, read_run, write_predictions
-from ..runtime import choose_precision, environment, measure_peak, peak_memory
+from ..runs import drop_checkpoints
+from ..runtime import check_trackers, choose_precision, environment, measure_peak, peak_memory
 from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
 from .optim import make_optimizers
@@ -63,6 +64,7 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
     precision, reason = choose_precision(config.train.precision, device)
     if precision == "fp16" and config.train.optimizer == "muon":
         raise ValueError("train.precision: fp16 scales its loss for one optimizer, muon makes two; take bf16 or fp32")
+    check_trackers(config.system.trackers)
     job.check()
     accelerator = Accelerator(
         mixed_precision={"fp32": "no"}.get(precision, precision), log_with=list(config.system.trackers) or None,
@@ -165,6 +167,7 @@ def _operate(
     if stopped_by:
         run.say(f"stopped at step {progress.step}; the same command goes on from there")
         raise SystemExit(128 + stopped_by)
+    drop_checkpoints(config.folder, config.system.keep)  # after the status: a finished run is never taken up again
     return run.facts
 
 
