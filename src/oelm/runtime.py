@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+GPU_SIZE = 8192  # of the square product that measures a GPU: large enough to fill it
 PACKAGES = ("oelm", "torch", "transformers", "accelerate", "tokenizers", "datasets", "numpy", "safetensors")
 
 
@@ -54,7 +55,7 @@ def git_state() -> dict[str, Any] | None:
 def measure_peak(device: torch.device, precision: str, size: int = 1024, repeats: int = 8) -> float:
     """FLOP/s of a square matrix product on this machine now: the yardstick for utilisation."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    size = size if device.type == "cpu" else 8192
+    size = size if device.type == "cpu" else GPU_SIZE
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(repeats):
