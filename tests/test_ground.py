@@ -14,6 +14,7 @@ SRC = ROOT / "src" / "oelm"
 # Rooms from the ground up: each may import itself and what stands before it.
 ROOMS = [
     "method",
+    "complaints",
     "config",
     "settings",
     "runtime",

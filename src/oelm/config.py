@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
@@ -27,6 +25,7 @@ from pydantic import (
     model_validator,
 )  # fmt: skip
 
+from .complaints import validation_line
 from .method.names import ALIASES
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 
 InitStd = Annotated[float, Field(gt=0)] | Literal["width"]
+Compiling = Literal["default", "max-autotune", "reduce-overhead"]
 Corpus = Annotated[str, AfterValidator(lambda name: os.path.normpath(name) if "/" in name else name)]
 
 
@@ -167,7 +167,7 @@ class TrainConfig(Section):
     vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple
     eval_every: int = Field(200, ge=1)  # steps; also at the end
     eval_tokens: int | None = Field(100_000, ge=1)  # of the validation split; null: all of it
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 where a GPU has it, else fp32
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where a GPU has it, else fp32
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -202,7 +202,9 @@ class SystemConfig(Section):
     runs_dir: str = "runs"  # run folders live below it, unless `out` names one
     threads: int | None = Field(None, ge=1)  # CPU threads; default: all cores
     workers: int | None = Field(None, ge=1)  # processes that tokenise; default: all cores
-    compile: bool = False  # the model, by torch.compile
+    compile: bool | Compiling = False  # each layer by torch.compile: true, default, max-autotune, reduce-overhead
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
+    deterministic: bool = False  # bits that repeat on CUDA too, slower; an error where a kernel cannot
     checkpoint_every: int | None = Field(None, ge=1)  # steps; default: at every evaluation
     checkpoint_seconds: float | None = Field(None, gt=0)  # also whenever so much time has passed
     log_every: int = Field(10, ge=1)  # steps
@@ -348,53 +350,3 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
 
 def _expand(raw: dict[str, Any]) -> dict[str, Any]:
     return {k: {MAIN_FIELD[k]: v} if isinstance(v, str) and k in MAIN_FIELD else v for k, v in raw.items()}
-
-
-def validation_line(error: ValidationError, root: type[BaseModel], source: str = "") -> str:
-    """The first problem of a config, in the user's own spelling; a misspelt key before the one that it leaves out."""
-    found = error.errors()
-    first = next((problem for problem in found if problem["type"] == "extra_forbidden"), found[0])
-    path = _user_path(root, [str(part) for part in first["loc"]])
-    where = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        known = _keys_at(root, path[:-1])
-        near = get_close_matches(path[-1], known, n=1)
-        hint = f"did you mean {'.'.join([*path[:-1], near[0]])!r}?" if near else f"known: {', '.join(known)}"
-        message = f"{where}: unknown key; {hint}"
-    else:
-        given = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
-        text = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
-        names_field = re.match(r"[a-z_.]+: ", text)  # our own validators do
-        where = f"{where}." if where and names_field else f"{where}: " if where else ""
-        message = f"{where}{text if names_field else text[0].lower() + text[1:]}{given}"
-    return f"{source}: {message}" if source else message
-
-
-def _user_path(section: type[BaseModel], loc: list[str]) -> list[str]:
-    """Where a problem is, without the names pydantic gives to the alternatives of a field's type."""
-    path: list[str] = []
-    for part in loc:
-        path.append(part)
-        inner = section_of(section, part)
-        if inner is None:
-            break
-        section = inner
-    return path
-
-
-def _keys_at(section: type[BaseModel], path: list[str]) -> list[str]:
-    for part in path:
-        inner = section_of(section, part)
-        if inner is None:
-            return []
-        section = inner
-    return list(section.model_fields)
-
-
-def section_of(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The section that a key holds, also where it may be left out (`X | None`)."""
-    annotation = parent.model_fields[key].annotation if key in parent.model_fields else None
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None

@@ -16,11 +16,19 @@ GPU_SIZE = 8192  # of the square product that measures a GPU: large enough to fi
 PACKAGES = ("oelm", "torch", "transformers", "accelerate", "tokenizers", "datasets", "numpy", "safetensors")
 
 
+def best_device() -> torch.device:
+    """CUDA (or ROCm, which torch calls so too) where there is one, else the CPU. Other kinds are not used."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
-    """(fp32, bf16 or fp16; why): `auto` takes bf16 where the device is fast at it, and fp32 elsewhere."""
+    """(fp32, tf32, bf16 or fp16; why): `auto` takes bf16 where the device is fast at it, and fp32 elsewhere."""
     if wanted != "auto":
-        if wanted == "fp16" and device.type != "cuda":
-            raise ValueError("train.precision: fp16 needs a CUDA device; use fp32 or bf16 here")
+        if wanted in ("fp16", "tf32") and device.type != "cuda":
+            raise ValueError(f"train.precision: {wanted} needs a CUDA device; use fp32 or bf16 here")
+        if wanted == "tf32" and torch.cuda.get_device_capability(device) < (8, 0):
+            name = torch.cuda.get_device_name(device)
+            raise ValueError(f"train.precision: tf32 needs an Ampere GPU or newer, not {name}; use fp32")
         return wanted, "asked for by the config"
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16", f"{torch.cuda.get_device_name(device)} multiplies bf16 natively"
@@ -34,7 +42,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "python": platform.python_version(), "versions": versions, "platform": platform.platform(),
         "cpu": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu,
-        "device": device.type, "git": git_state(),
+        "device": device.type, "deterministic": torch.are_deterministic_algorithms_enabled(), "git": git_state(),
     }  # fmt: skip
 
 
@@ -54,7 +62,7 @@ def git_state() -> dict[str, Any] | None:
 
 def measure_peak(device: torch.device, precision: str, size: int = 1024, repeats: int = 8) -> float:
     """FLOP/s of a square matrix product on this machine now: the yardstick for utilisation."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     size = size if device.type == "cpu" else GPU_SIZE
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     best = float("inf")

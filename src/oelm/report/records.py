@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_validator
 
 from .. import record
-from ..config import RunConfig, validation_line
+from ..complaints import validation_line
+from ..config import RunConfig
 from ..study.plan import Decide
 from ..study.watch import Seen, diverged
 

@@ -23,6 +23,7 @@ from ..method.verify import unwrap, verify
 from ..record import Run
 from .checkpoint import collected, load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
 from .clock import WARMUP, Clock
+from .device import agree_on_start
 from .freezing import Freezer
 from .optim import learning_rate, set_learning_rate
 from .screen import Screen
@@ -203,6 +204,7 @@ def _take_up(
 
     folder = config.folder
     meta = load_checkpoint(folder, model, optimizers, warn, freezer.take_up)
+    agree_on_start(accelerator, folder, meta["id"] if meta else config.id, meta["step"] if meta else 0)
     accelerator.wait_for_everyone()  # before the first process moves anything that another is reading
     if meta is None:
         if run:

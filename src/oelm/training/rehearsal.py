@@ -18,10 +18,10 @@ from ..method.surgery import apply_oelm
 from ..method.verify import verify
 from ..models.build import build_gpt
 from ..models.classifiers import build_classifier
-from ..runtime import choose_precision
+from ..runtime import synchronize
 from .clock import Clock
+from .device import compile_now, make_ready, start_accelerator
 from .loop import train_step
-from .optim import make_optimizers
 
 
 @dataclass
@@ -89,14 +89,6 @@ def random_tokens(model: Any, batch_size: int, context: int, classes: int | None
     return RandomTokens(model.config.vocab_size, batch_size, context, classes, end if isinstance(end, int) else None)
 
 
-def start_accelerator(config: RunConfig) -> Accelerator:
-    if config.system.threads:
-        torch.set_num_threads(config.system.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision, _ = choose_precision(config.train.precision, device)
-    return Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), cpu=device.type == "cpu")
-
-
 def rehearse(config: RunConfig) -> str:
     """Builds, operates and takes one optimizer step, writes nothing; says what was counted and checked."""
     accelerator = start_accelerator(config)
@@ -104,10 +96,13 @@ def rehearse(config: RunConfig) -> str:
     report = apply_oelm(model, config.method.oelm(config.init_seed))
     flops = run_flops(model, config.train.max_steps or 1000, context)  # a schedule's shares are the same for any length
     task = random_tokens(model, config.train.batch_size, context, classes)
-    model.to(accelerator.device)
-    prepared, *optimizers = accelerator.prepare(model, *make_optimizers(model, config.train))
+    prepared, optimizers = make_ready(model, config, accelerator)
+    if config.system.compile:
+        compile_now(prepared, task, accelerator)
+    synchronize(accelerator.device)
     start = time.perf_counter()
     loss, _ = train_step(prepared, optimizers, task, config, accelerator, Clock(accelerator.device), 0, 10**9)
+    synchronize(accelerator.device)
     seconds = time.perf_counter() - start
     if not loss.isfinite():
         raise ValueError(f"the loss of the first step is not finite ({loss.item()})")
