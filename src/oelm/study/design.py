@@ -19,7 +19,8 @@ from ..method.surgery import dry_oelm
 from ..record import read_metrics, timing_stats
 from ..runtime import choose_precision, measure_peak
 from ..training.rehearsal import random_model
-from .execute import gpu_memory, share_cores
+from .execute import share_cores
+from .gpus import gpu_memory
 from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, groups, search_runs
 from .search import Point
 from .stats import minimum_detectable, smallest_p
