@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from oelm.runtime import choose_precision, environment, measure_peak, peak_memory
+from oelm.runtime import choose_precision, datasheet_peak, environment, measure_peak, peak_memory
 
 CPU = torch.device("cpu")
 
@@ -27,3 +27,17 @@ def test_the_peak_is_a_plausible_speed():
 
 def test_memory_is_counted_in_bytes():
     assert 5e7 < peak_memory(CPU) < 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 495e12), ("Tesla V100-SXM2-16GB", "bf16", None), ("NVIDIA L40", "fp32", None),
+        ("NVIDIA A1000", "fp32", None), ("NVIDIA L4", "fp32", 30.3e12),
+    ],
+)  # fmt: skip
+def test_a_known_device_has_its_datasheets_peak(monkeypatch, name, precision, peak):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    assert datasheet_peak(torch.device("cuda"), precision) == peak
+    assert datasheet_peak(CPU, precision) is None

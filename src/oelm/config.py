@@ -81,6 +81,7 @@ class ModelConfig(Section):
     qk_norm: bool | None = None  # RMS-normalise queries and keys
     bias: bool | None = None  # of the linear layers and of the layer norms
     init_std: InitStd | None = None  # of the weights at the start: a number, or width for 1/sqrt(d_model)
+    dtype: Literal["fp32", "bf16"] | None = None  # of a pretrained model's weights; left out: fp32, whatever is stored
 
 
 class MethodConfig(Section):

@@ -1,13 +1,14 @@
 """Whole runs on the device: training, evaluation, best model, checkpoints, resume; and every verb that touches one."""
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
 import torch
 from pretend import Gpu, forget_accelerator
 from tiny import task_words, tiny_config, write_corpus, write_encoder, write_task
-from transformers import AutoTokenizer, BartConfig, BartModel, T5Config, T5Model
+from transformers import AutoTokenizer, BartConfig, BartModel, BertModel, T5Config, T5Model
 
 from oelm.config import MethodConfig, load_config
 from oelm.inspection import inspect_model
@@ -19,7 +20,7 @@ from oelm.study.bench import bench_step
 from oelm.training import run as training
 from oelm.training.audit import audit
 from oelm.training.loop import Stopper
-from oelm.training.rehearsal import rehearse
+from oelm.training.rehearsal import rehearse, step_speed
 from oelm.training.run import run_training
 
 SHORT = ("train.max_steps=12", "train.eval_every=6", "train.warmup_steps=2", "system.log_every=3")
@@ -81,12 +82,12 @@ def test_waits_of_a_run_are_those_of_the_docs(gpu, corpus, tmp_path):
     run_training(tiny_config(corpus, tmp_path / "run", *SHORT, "train.precision=bf16"), quiet=True)
     by_place = Counter(line for _, line in gpu.waits)
     assert by_place.pop("training/loop.py:flush") == 2 * 4  # losses, gradient norms
-    assert by_place.pop("training/clock.py:flush") == 4
+    assert by_place.pop("oelm/runtime.py:synchronize") == 4 + 8  # the clock's; the yardstick's, before it all
     assert by_place.pop("training/pretrain.py:evaluate") == 2  # one for each evaluation
     assert by_place.pop("training/loop.py:checkpoint") == 2
     saving = ("training/checkpoint.py:fetch", "method/frames.py:orthogonality_error", "method/surgery.py:_fingerprint")
-    starting = ("transformers/modeling_utils.py:to", "oelm/runtime.py:synchronize")  # the model's move, the yardstick
-    assert all(by_place.pop(place) for place in (*saving, *starting))
+    moving = "transformers/modeling_utils.py:to"  # the model, once
+    assert all(by_place.pop(place) for place in (*saving, moving))
     assert not by_place
 
 
@@ -157,6 +158,37 @@ def test_bench(gpu):
     result = bench_step(config, ["baseline", "oelm"], vocab_size=97, blocks=2, steps=1, memory=False)
     assert result["environment"]["device"] == "cuda"
     assert all(arm["median_step"] > 0 for arm in result["arms"].values())
+
+
+def test_the_yardsticks_memory_is_not_the_runs(gpu, corpus, tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: order.append("forgotten"))
+    monkeypatch.setattr(
+        training, "train", lambda *given, train=training.train: order.append("trained") or train(*given)
+    )
+    record = run_training(tiny_config(corpus, tmp_path / "run", *SHORT), quiet=True)
+    assert order == ["forgotten", "trained"]
+    assert record["totals"]["peak_memory"] == 2**20
+    assert record["totals"]["peak_reserved"] == 2**21
+    assert record["precision"] == "bf16"
+    assert record["weights"] == ["float32"]
+
+
+def test_a_plans_speed_is_measured_on_the_device(gpu):
+    config = load_config(None, ["model=tiny", "data.tokenizer=bytes", "train.batch_size=2", "train.precision=tf32"])
+    gpu.forget()
+    assert 1e3 < step_speed(config, steps=1) < 1e12
+    assert gpu.launches["mm"] > 0
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_half_precision_weights_are_trained_whole(gpu, encoder, task, tmp_path):
+    folder = shutil.copytree(encoder, tmp_path / "half")
+    BertModel.from_pretrained(folder).half().save_pretrained(folder)
+    words = ["method=oelm-keep", "train.epochs=1", "train.precision=bf16"]
+    record = run_training(load_config(None, task_words(folder, task, tmp_path / "run", *words)), quiet=True)
+    assert record["weights"] == ["float32"]
+    assert record["precision"] == "bf16"
 
 
 def test_sample_probe_and_inspect(gpu, corpus, tmp_path):

@@ -17,8 +17,8 @@ from ..data.tasks import load_task
 from ..flops import run_flops
 from ..method.surgery import dry_oelm
 from ..record import read_metrics, timing_stats
-from ..runtime import choose_precision, measure_peak
-from ..training.rehearsal import random_model
+from ..runtime import best_device, choose_precision, measure_peak
+from ..training.rehearsal import random_model, step_speed
 from .execute import share_cores
 from .gpus import gpu_memory
 from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, groups, search_runs
@@ -200,8 +200,10 @@ def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: in
         done = sum(map(len, own.values()))
         speed = sum(work[place] for place in each) / sum(each.values())
         basis = f"{done} finished run{'s' * (done != 1)} of this study"
+    elif (device := best_device()).type == "cuda":
+        speed = step_speed(config)
+        basis = f"a few steps of {config.name} just taken on this GPU, {speed / 1e9:,.4g} GFLOP/s"
     else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         precision, _ = choose_precision(config.train.precision, device)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)

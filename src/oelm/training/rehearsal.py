@@ -117,3 +117,21 @@ def rehearse(config: RunConfig) -> str:
             "dry run: random weights, no data read, nothing written",
         ]
     )
+
+
+def step_speed(config: RunConfig, steps: int = 5) -> float:
+    """FLOP/s of a few real optimizer steps with random weights on this machine's device, after as many to warm up."""
+    accelerator = start_accelerator(config)
+    model, context, classes = random_model(config)
+    apply_oelm(model, config.method.oelm(config.init_seed))
+    flops = run_flops(model, config.train.max_steps or 1000, context).total
+    task = random_tokens(model, config.train.batch_size, context, classes)
+    prepared, optimizers = make_ready(model, config, accelerator)
+    clock, start = Clock(accelerator.device), 0.0
+    for step in range(2 * steps):
+        if step == steps:
+            synchronize(accelerator.device)
+            start = time.perf_counter()
+        train_step(prepared, optimizers, task, config, accelerator, clock, step, 10**9)
+    synchronize(accelerator.device)
+    return flops * task.tokens(0) * steps / (time.perf_counter() - start)

@@ -17,7 +17,15 @@ from ..flops import Flops, flops_by_step, mean_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
 from ..record import ANSWERS, Run, claimed, read_run, write_predictions
-from ..runtime import best_device, choose_precision, environment, measure_peak, peak_memory
+from ..runtime import (
+    best_device,
+    choose_precision,
+    datasheet_peak,
+    environment,
+    measure_peak,
+    peak_memory,
+    peak_reserved,
+)
 from .device import compile_now, launched_with_others, make_ready, share_weights, start_accelerator
 from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
@@ -83,7 +91,8 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         facts = {
             "id": config.id, "name": config.name, "config": config.to_record(), "science": config.science(),
             "precision": precision, "precision_reason": reason, "processes": accelerator.num_processes,
-            "environment": environment(accelerator.device), **found,
+            "environment": environment(accelerator.device),
+            "datasheet_flops": datasheet_peak(accelerator.device, precision), **found,
         }  # fmt: skip
         run = Run.open(folder, facts, quiet)
         run.say(f"run {config.id} in {folder}; {sentence}")
@@ -125,7 +134,8 @@ def _operate(
     total = total_steps(config, task)
     stages = flops_by_step(model, total, *lengths)
     if run:
-        run.update(surgery=report.to_dict(), flops_per_token=_flops_record(mean_flops(stages, total)))
+        weights = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+        run.update(weights=weights, surgery=report.to_dict(), flops_per_token=_flops_record(mean_flops(stages, total)))
         run.log(f"surgery\n{report}")
         run.say(str(report).splitlines()[-1])
     prepared, wrapped = make_ready(model, config, accelerator)
@@ -141,6 +151,7 @@ def _operate(
     totals: dict[str, Any] = {
         "steps": progress.step, "tokens": progress.tokens, "best": progress.best,
         "train_seconds": progress.train_seconds, "peak_memory": peak_memory(accelerator.device),
+        "peak_reserved": peak_reserved(accelerator.device),
     }  # fmt: skip
     if not stopped_by:
         totals |= _last_words(config, job, prepared, task, accelerator, run, progress.best)
@@ -171,7 +182,7 @@ def _last_words(
     inner: Any = unwrap(accelerator.unwrap_model(model))
     best_folder, kind = config.folder / "best", type(inner)
     saved = kind.from_pretrained(best_folder) if best_folder.is_dir() else kind(inner.config)  # on another's disk
-    share_weights(saved.to(accelerator.device), accelerator)
+    share_weights(saved.to(accelerator.device, inner.dtype), accelerator)
     found = job.finish(saved, task, accelerator)
     if not found:
         return {}
