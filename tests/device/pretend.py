@@ -75,6 +75,8 @@ def _mm_into(a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor
 ONLY_ON_CUDA = {
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.mm.dtype_out: _mm_into,
+    aten._log_softmax.default: lambda x, dim, widen: aten._log_softmax(x.float() if widen else x, dim, False),
+    aten._softmax.default: lambda x, dim, widen: aten._softmax(x.float() if widen else x, dim, False),
 }
 
 
