@@ -12,9 +12,10 @@ from oelm.config import parse_config
 from oelm.method.arms import ARMS
 from oelm.method.surgery import apply_oelm
 from oelm.training.clock import Clock
+from oelm.training.device import start_accelerator, upload
 from oelm.training.loop import train_step
 from oelm.training.optim import make_optimizers
-from oelm.training.rehearsal import random_model, random_tokens, start_accelerator
+from oelm.training.rehearsal import random_model, random_tokens
 
 POSITIONS = ("learned", "rotary", "relative")
 PRECISIONS = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-3}  # and how far from fp32 on the CPU a loss may be
@@ -69,7 +70,7 @@ def cases():
 def test_a_step_of_every_arm_runs_on_the_device_without_a_wait(gpu, arm, positions, precision):
     losses = on_the_device(gpu, arm=arm, positions=positions, precision=precision)
     assert gpu.waits == []
-    assert len(gpu.uploads) == 4  # two micro-batches, inputs and targets each
+    assert gpu.uploads == 2 * [(2, 17)]  # two micro-batches, inputs and targets in one
     assert losses == pytest.approx(on_the_cpu(arm=arm, positions=positions), abs=PRECISIONS[precision])
 
 
@@ -79,6 +80,16 @@ def test_with_normalised_queries_and_biases_too(gpu, positions):
     losses = on_the_device(gpu, precision="bf16", **shape)
     assert gpu.waits == []
     assert losses == pytest.approx(on_the_cpu(**shape), abs=PRECISIONS["bf16"])
+
+
+def test_a_batch_is_copied_from_page_locked_memory_once(gpu):
+    ids = torch.arange(10).view(2, 5).clone()
+    there = upload({"x": ids[:, :-1], "y": ids[:, 1:], "z": torch.ones(3)}, torch.device("cuda"))
+    assert gpu.uploads == [(2, 5), (3,)]
+    assert gpu.pinned == 2
+    assert gpu.waits == []
+    assert there["x"].tolist() == [[0, 1, 2, 3], [5, 6, 7, 8]]
+    assert there["y"].tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
 
 
 def test_muon(gpu):

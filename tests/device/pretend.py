@@ -119,12 +119,14 @@ class Gpu(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.waits: list[tuple[str, str]] = []  # (operator, line of Python)
         self.uploads: list[tuple[int, ...]] = []  # shapes copied to the device
+        self.pinned = 0  # of these, from page-locked memory
 
     def forget(self) -> None:
         """Begins to count anew."""
         self.launches.clear()
         self.waits.clear()
         self.uploads.clear()
+        self.pinned = 0
 
     def note_wait(self, what: str) -> None:
         self.waits.append((what, _line_of_python()))
@@ -193,6 +195,7 @@ def _account(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any], tensors: li
         if source.device != onto:
             if onto.type == "cuda":
                 gpu.uploads.append(tuple(source.shape))
+                gpu.pinned += getattr(source, "pretend_pinned", False)
             if blocking:
                 gpu.note_wait("copy to the device" if onto.type == "cuda" else "copy to the host")
     elif func in WAITING:

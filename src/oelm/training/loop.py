@@ -23,7 +23,7 @@ from ..method.verify import unwrap, verify
 from ..record import Run
 from .checkpoint import collected, load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
 from .clock import WARMUP, Clock
-from .device import agree_on_start
+from .device import agree_on_start, upload
 from .freezing import Freezer
 from .optim import learning_rate, set_learning_rate
 from .screen import Screen
@@ -245,8 +245,7 @@ def train_step(
     set_learning_rate(optimizers, learning_rate(step, config.train, total), step)
     summed: Tensor | None = None
     for i in range(micro):
-        arguments = task.batch(step, accelerator.process_index * micro + i, parts)
-        arguments = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in arguments.items()}
+        arguments = upload(task.batch(step, accelerator.process_index * micro + i, parts), accelerator.device)
         clock.mark("data")
         with accelerator.no_sync(model) if i < micro - 1 else nullcontext():
             loss = model(**arguments).loss / micro

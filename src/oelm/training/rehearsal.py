@@ -42,10 +42,10 @@ class RandomTokens:
     def batch(self, step: int, part: int, parts: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(self.vocab_size, (self.batch_size, self.context + 1), generator=generator)
-        ids = ids[part * self.batch_size // parts : (part + 1) * self.batch_size // parts]
-        x = ids[:, :-1].contiguous()
+        ids = ids[part * self.batch_size // parts : (part + 1) * self.batch_size // parts].clone()
         if self.classes is None:
-            return {"input_ids": x, "shift_labels": ids[:, 1:].contiguous()}
+            return {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}
+        x = ids[:, :-1].contiguous()
         if self.end is not None:  # some models want one token that ends the text, at the same place in all
             x[x == self.end] = (self.end + 1) % self.vocab_size
             x[:, -1] = self.end
