@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oelm.runtime import choose_precision, environment, measure_peak, peak_memory
+from oelm.runtime import choose_precision, datasheet_peak, environment, measure_peak, peak_memory
 
 CPU = torch.device("cpu")
 
@@ -48,3 +48,17 @@ def test_the_threads_that_the_environment_asks_for_are_used_and_recorded(tmp_pat
         done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": wanted})
         assert done.stdout.split()[-1:] == [wanted], done.stderr
         shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 495e12), ("Tesla V100-SXM2-16GB", "bf16", None), ("NVIDIA L40", "fp32", None),
+        ("NVIDIA A1000", "fp32", None), ("NVIDIA L4", "fp32", 30.3e12),
+    ],
+)  # fmt: skip
+def test_a_known_device_has_its_datasheets_peak(monkeypatch, name, precision, peak):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    assert datasheet_peak(torch.device("cuda"), precision) == peak
+    assert datasheet_peak(CPU, precision) is None

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .method.arms import OelmConfig
 
 InitStd = Annotated[float, Field(gt=0)] | Literal["width"]
+Compiling = Literal["default", "max-autotune", "reduce-overhead"]
 Corpus = Annotated[str, AfterValidator(lambda name: os.path.normpath(name) if "/" in name else name)]
 
 
@@ -81,6 +82,7 @@ class ModelConfig(Section):
     qk_norm: bool | None = None  # RMS-normalise queries and keys
     bias: bool | None = None  # whether linear layers and layer norms have a bias
     init_std: InitStd | None = None  # spread of the weights at the start: a number, or width for 1/sqrt(d_model)
+    dtype: Literal["fp32", "bf16"] | None = None  # of pretrained weights in memory; default: fp32, however stored
 
 
 class MethodConfig(Section):
@@ -167,7 +169,7 @@ class TrainConfig(Section):
     vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple of lr
     eval_every: int = Field(200, ge=1)  # steps between evaluations; there is one at the end too
     eval_tokens: int | None = Field(20_000, ge=1)  # tokens of the validation split to measure on; null: all of it
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 where a GPU has it, else fp32
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where a GPU has it, else fp32
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -202,7 +204,9 @@ class SystemConfig(Section):
     runs_dir: str = "runs"  # folder for run folders, unless `out` names one
     threads: int | None = Field(None, ge=1)  # CPU threads of a run; default: OMP_NUM_THREADS, else all cores
     workers: int | None = Field(None, ge=1)  # processes that tokenise; default: one for each core
-    compile: bool = False  # run the model through torch.compile
+    compile: bool | Compiling = False  # each layer by torch.compile: true, default, max-autotune, reduce-overhead
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
+    deterministic: bool = False  # bits that repeat on CUDA too, slower; an error where a kernel cannot
     checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; default: at every evaluation
     checkpoint_seconds: float | None = Field(None, gt=0)  # seconds between checkpoints, besides
     keep: Literal["best", "last", "all"] = "best"  # a finished run's best model; and last/; and previous/

@@ -71,3 +71,8 @@ def test_errors_say_what_is_known(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
     with pytest.raises(ValueError, match="bert-base-uncasd: neither .* did you mean 'bert-base-uncased'"):
         build_for_inspection("bert-base-uncasd")
+
+
+def test_our_gpt_has_one_kind_of_weights():
+    with pytest.raises(ValueError, match="model.dtype: is for pretrained weights"):
+        build_gpt(ModelConfig(name="tiny", dtype="bf16"), 97, 0)

@@ -1,10 +1,11 @@
 import json
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from oelm.training.checkpoint import load_checkpoint, replace_folder, save_checkpoint
+from oelm.training.checkpoint import collected, load_checkpoint, replace_folder, save_checkpoint
 
 
 def state(value):
@@ -85,3 +86,25 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     replace_folder(target, lambda f: (f / "b").write_text("three"))
     assert [p.name for p in tmp_path.iterdir()] == ["best"]
     assert [p.name for p in target.iterdir()] == ["b"]
+
+
+def test_shards_are_gathered_one_at_a_time_and_kept_by_the_writer_alone(monkeypatch):
+    alive: list[weakref.ref] = []
+
+    def whole(tensor):
+        alive[:] = [ref for ref in alive if ref() is not None]
+        assert not alive, "a second tensor is whole before the first was let go"
+        alive.append(weakref.ref(fresh := tensor.clone()))
+        return fresh
+
+    monkeypatch.setattr("oelm.training.checkpoint.gathered", whole)
+    tree = {"a": torch.ones(2), "b": [torch.zeros(3), 5]}
+    assert collected(tree, keep=False) == {"a": None, "b": [None, 5]}
+
+
+def test_what_is_collected_keeps_its_ties():
+    shared = nn.Parameter(torch.ones(2))
+    kept = collected({"a": shared, "b": shared, "c": torch.ones(2)}, keep=True)
+    assert kept["a"] is kept["b"]
+    assert kept["c"] is not kept["a"]
+    assert not kept["a"].requires_grad

@@ -60,7 +60,9 @@ class Recovered(Leaf):
         skew[:, upper[0], upper[1]] = entries.unflatten(0, (len(skew), -1))
         skew = skew - skew.mT
         one = torch.eye(size, device=entries.device)
-        return torch.linalg.solve(one + skew, one - skew, left=False)
+        return torch.linalg.solve_ex(
+            one + skew, one - skew, left=False
+        ).result  # solve would wait for the device to ask
 
     @torch.no_grad()
     def merged(self) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,8 @@ def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:
         near = get_close_matches(config.name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(PRESETS)}"
         raise ValueError(f"model.name: no preset {config.name!r}; {hint}")
+    if config.dtype is not None:
+        raise ValueError("model.dtype: is for pretrained weights; ours are fp32, and train.precision how they multiply")
     shape = PRESETS[config.name] | config.model_dump(exclude={"name", "init_std"}, exclude_none=True)
     if shape.setdefault("vocab_size", vocab_size) < vocab_size:
         raise ValueError(f"model.vocab_size: {shape['vocab_size']} is smaller than the tokenizer's {vocab_size}")

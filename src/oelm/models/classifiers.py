@@ -20,6 +20,7 @@ HEAD = re.compile(
     r"(^|\.)(pooler|pre_classifier|classifier|classification_head|score|lm_head|sequence_summary|logits_proj)\."
 )
 
+WEIGHTS = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 Style = Literal["classify", "text"]
 
 
@@ -60,7 +61,9 @@ def build_classifier(
         raise ValueError(f"model.name: {config.name} ({shape.model_type}) {kind}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _loaded(cls, source, config.name, shape) if pretrained else cls.from_config(shape)
+        if pretrained:
+            return _loaded(cls, source, config, shape)
+        return cls.from_config(shape, dtype=WEIGHTS[config.dtype])
 
 
 def load_tokenizer(name: str) -> Any:
@@ -94,19 +97,21 @@ def check_fit(model: Any, tokenizer: Any, max_length: int, name: str) -> None:
 
 
 def _refuse_shape(config: ModelConfig) -> None:
-    given = [name for name in config.model_fields_set if name != "name" and getattr(config, name) is not None]
+    ours = config.model_fields_set - {"name", "dtype"}
+    given = [name for name in ours if getattr(config, name) is not None]
     if given:
         raise ValueError(f"model.{min(given)}: the shape of {config.name} is fixed; this key is for our own GPT")
 
 
-def _loaded(cls: Any, source: str, name: str, shape: Any) -> Any:
+def _loaded(cls: Any, source: str, config: ModelConfig, shape: Any) -> Any:
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    name, before = config.name, logging.get_verbosity()
     logging.set_verbosity_error()  # its report on the new head is known beforehand
     logging.disable_progress_bar()
     try:
-        model, info = cls.from_pretrained(source, config=shape, output_loading_info=True)
+        # By itself it would train a half-precision checkpoint in half precision, moments and all.
+        model, info = cls.from_pretrained(source, config=shape, output_loading_info=True, dtype=WEIGHTS[config.dtype])
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, OSError) and not Path(source).is_dir():
             raise no_such_model(name) from None

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_validator
 
 from .. import record
-from ..config import RunConfig, validation_line
+from ..config import RunConfig
 from ..study.plan import Decide
 from ..study.watch import Seen, diverged
+from ..validation import validation_line
 
 BINS = 100  # points of a stored loss curve
 Extra = TypeVar("Extra", bound=BaseModel)  # a file beside the runs

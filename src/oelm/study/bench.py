@@ -21,9 +21,9 @@ from ..method.surgery import apply_oelm
 from ..record import PHASES
 from ..runtime import environment, measure_peak, peak_memory, synchronize
 from ..training.clock import Clock
+from ..training.device import make_ready, start_accelerator
 from ..training.loop import train_step
-from ..training.optim import make_optimizers
-from ..training.rehearsal import random_model, random_tokens, start_accelerator
+from ..training.rehearsal import random_model, random_tokens
 from .shape import CHANGES, shape_of
 from .turns import ROUNDS, Turn, take_turns
 
@@ -40,11 +40,7 @@ class Contender:
         self.report = apply_oelm(model, config.method.oelm(config.init_seed))
         self.flops = count_flops(model, context)
         self.task = random_tokens(model, config.train.batch_size, context, classes)
-        model.to(accelerator.device)
-        optimizers = make_optimizers(model, config.train)
-        if config.system.compile:
-            model.compile()
-        self.model, *self.optimizers = accelerator.prepare(model, *optimizers)
+        self.model, self.optimizers = make_ready(model, config, accelerator)
         self.clock = Clock(accelerator.device)
         self.clock.warmup_left = 0
         self.step = 0

@@ -19,7 +19,8 @@ from ..data.tasks import load_task
 from ..models.counts import Counts, gpt_counts
 from ..models.presets import vocabulary
 from ..record import read_metrics, timing_stats
-from .execute import THREADS, gpu_memory, share_cores
+from .execute import THREADS, share_cores
+from .gpus import gpu_memory
 from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, groups, search_runs
 from .search import Point
 from .stats import minimum_detectable, smallest_p
@@ -273,8 +274,13 @@ def _timed(
         done = sum(map(len, own.values()))
         speed = sum(work[place] for place in each) / sum(each.values())
         basis = f"{done} finished run{'s' * (done != 1)} of this study"
+    elif gpus:
+        from ..training.rehearsal import step_speed  # here, because a plan for the CPU does without torch
+
+        speed = step_speed(config)
+        basis = f"a few steps of {config.name} just taken on this GPU, {speed / 1e9:,.4g} GFLOP/s"
     else:
-        plain = not gpus and config.train.precision in ("auto", "fp32")
+        plain = config.train.precision in ("auto", "fp32")
         speed = SHARE * (_cpu_peak(threads) if plain else _torch_peak(config, threads))
         basis = (
             f"arithmetic at {SHARE:.0%} (assumed) of a matrix product's speed, {speed / SHARE / 1e9:.3g} GFLOP/s as "
@@ -296,7 +302,7 @@ def _torch_peak(config: RunConfig, threads: int) -> float:
 
     from ..runtime import choose_precision, measure_peak
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cpu")
     precision, _ = choose_precision(config.train.precision, device)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -7,24 +7,21 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from filelock import FileLock, Timeout
-
 from ..config import RunConfig
 from ..record import is_claimed
+from .gpus import GpuClaims, give, gpu_memory, pick_gpu
 from .plan import Cell, Execution, StudyConfig, check_runs, choose, comparison_runs, groups
 from .watch import begin, diverged, look, losses, searched, unsettled
 
@@ -243,63 +240,6 @@ def share_cores(execution: Execution, threads: int | None, gpus: int = 0) -> tup
     return slots, threads or max(1, cores // slots)
 
 
-def pick_gpu(free: Mapping[str, float], ours: Mapping[str, int], execution: Execution) -> str | None:
-    """A GPU with room: one of ours below runs_per_gpu, or one that others leave free; the emptiest first."""
-    room = [
-        gpu for gpu, share in free.items()
-        if (ours.get(gpu, 0) < execution.runs_per_gpu if ours.get(gpu) else share >= execution.gpu_free_memory)
-    ]  # fmt: skip
-    return min(room, key=lambda gpu: (ours.get(gpu, 0), -free[gpu]), default=None)
-
-
-class GpuClaims:
-    """GPUs that this launcher uses. Memory alone does not tell: a run just started has not taken any yet."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, FileLock] = {}
-
-    def take(self, gpu: str) -> bool:
-        """Claims it for this launcher, unless another one has; the claim ends with the process at the latest."""
-        if gpu not in self.held:
-            folder = Path(tempfile.gettempdir()) / f"oelm-gpus-{os.getuid()}"
-            folder.mkdir(mode=0o700, exist_ok=True)
-            lock = FileLock(folder / f"{gpu}.lock")
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                return False
-            self.held[gpu] = lock
-        return True
-
-    def keep(self, gpus: Set[str]) -> None:
-        """Gives up all others."""
-        for gpu in [g for g in self.held if g not in gpus]:
-            self.held.pop(gpu).release()
-
-
-def gpu_memory() -> dict[str, float]:
-    """Free share of each visible GPU's memory by UUID, whose order CUDA and the driver never dispute."""
-    try:
-        pynvml = import_module("pynvml")  # optional
-    except ImportError:
-        if Path("/dev/nvidia0").exists():
-            raise ValueError("this machine has a GPU; to see when it is free: pip install nvidia-ml-py") from None
-        return {}
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    try:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [str(i) for i in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
-        get = {True: lambda n: pynvml.nvmlDeviceGetHandleByIndex(int(n)), False: pynvml.nvmlDeviceGetHandleByUUID}
-        handles = [get[name.strip().isdecimal()](name.strip()) for name in names if name.strip()]
-        memory = {pynvml.nvmlDeviceGetUUID(h): pynvml.nvmlDeviceGetMemoryInfo(h) for h in handles}
-        return {uuid: info.free / info.total for uuid, info in memory.items()}
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def _child(config: RunConfig, gpu: str | None) -> None:
     """One run in its own process, away from the terminal: what it prints goes to console.log."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which asks each run once, by SIGTERM
@@ -307,8 +247,7 @@ def _child(config: RunConfig, gpu: str | None) -> None:
     console = os.open(config.folder / "console.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(console, 1)
     os.dup2(console, 2)
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    give(gpu)
     from ..training.run import run_training
 
     try:

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ..config import validation_line
 from ..record import differences, evaluations, is_claimed, read_metrics, read_run, write_atomically
+from ..validation import validation_line
 from .plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 
 COLUMNS = {
