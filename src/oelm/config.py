@@ -211,6 +211,8 @@ class SystemConfig(Section):
     checkpoint_seconds: float | None = Field(None, gt=0)  # seconds between checkpoints, besides
     keep: Literal["best", "last", "all"] = "best"  # a finished run's best model; and last/; and previous/
     log_every: int = Field(10, ge=1)  # steps between lines of metrics.jsonl
+    prefixes: str | None = None  # folder of first steps that runs of several lengths share; a study sets it
+    prefix_steps: list[int] = []  # steps after which such a state is worth keeping; a study sets them
     trackers: list[str] = []  # where to log besides: tensorboard, wandb, mlflow, ... as Accelerate knows them
 
 

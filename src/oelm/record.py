@@ -1,8 +1,9 @@
 """Sole owner of the run folder's format: who writes a run writes through here, who reads one reads through here.
 
 run.json           what the run is and how it stands: config, environment, surgery, totals, error
-metrics.jsonl      one object a line: train (losses and seconds of some steps), eval, checkpoint, resume, and
-                   freeze (from this step on, a schedule has frozen or freed these projections)
+metrics.jsonl      one object a line: train (losses and seconds of some steps), eval, checkpoint, resume, freeze (from
+                   this step on, a schedule has frozen or freed these projections), and branch (all lines before it
+                   were written by another run, which took these steps for this one too)
 training.log       the same for people
 timing_stats.json  derived from metrics.jsonl when the run pauses or ends
 predictions.json   of a classifier: every example's label and answer, split by split, by the best model
@@ -28,6 +29,7 @@ from filelock import FileLock, Timeout
 
 from .config import RunConfig
 
+METRICS = "metrics.jsonl"
 CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
 MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve would be of two things

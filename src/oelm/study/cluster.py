@@ -123,7 +123,8 @@ def _run_and_pack(config: RunConfig, home: str, keep_model: bool) -> Files:
     with tempfile.TemporaryDirectory(prefix="oelm-") as scratch:
         folder = Path(scratch) / "run"
         try:
-            run_training(config.model_copy(update={"out": str(folder)}), quiet=True)
+            system = config.system.model_copy(update={"prefixes": None})  # a node's disk is its own
+            run_training(config.model_copy(update={"out": str(folder), "system": system}), quiet=True)
         except Exception:
             if not (folder / "run.json").exists():
                 raise

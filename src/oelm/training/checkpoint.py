@@ -69,7 +69,7 @@ def load_checkpoint(
         if not folder.exists():
             continue
         try:
-            meta = _checked_meta(folder)
+            meta = checked_meta(folder)
         except (OSError, ValueError, KeyError) as error:
             damage.append(f"{folder}: damaged checkpoint ({error})")
             continue
@@ -161,7 +161,8 @@ def _cannot_write(target: Path, error: Exception) -> ValueError:
     )
 
 
-def _checked_meta(folder: Path) -> dict[str, Any]:
+def checked_meta(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; raises where one of its files is not what was written."""
     meta = json.loads((folder / "meta.json").read_text())
     for name, expected in meta["sha256"].items():
         if _sum(folder / name) != expected:
