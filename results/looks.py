@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from scipy import stats as scipy_stats
 
-from oelm.report.analysis import analyse
-from oelm.study.stats import paired
+from oelm.evidence.analysis import analyse
+from oelm.stats import paired
 
 HERE = Path(__file__).parent
 

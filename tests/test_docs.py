@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import oelm
-from oelm.report.analysis import analyse
+from oelm.evidence.analysis import analyse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

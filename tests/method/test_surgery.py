@@ -85,6 +85,8 @@ NOT_EVERYWHERE = {
     "oelm-slices-gains": "input_gains: ",
     "oelm-lora": "correction: ",
     "oelm-oft": "correction: ",
+    "oelm-slices-lora": ("correction: ", "rank: "),
+    "oelm-blocks": "correction: ",
 }
 
 

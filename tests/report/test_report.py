@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from report.fake_study import fake_study
 
-from oelm.report.analysis import analyse
+from oelm.evidence.analysis import analyse
 from oelm.report.check import check_report
 from oelm.report.html import find_browser, write_report
 from oelm.report.text import verdict_lines

@@ -195,7 +195,7 @@ def report(
     if against is not None:
         if check or out or md or latex or pdf or csv or as_json:
             raise ValueError("--against: prints only, so no --check and no file to write with it")
-        from ..report.analysis import analyse
+        from ..evidence.analysis import analyse
         from ..report.text import arm_lines, notice_lines
         from ..study.watch import read_study
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..study import stats
-from .analysis import Analysis, Arm, Setting, accuracy, comparable
+from .. import stats
+from ..evidence.analysis import Analysis, Arm, Setting, accuracy, comparable
 from .elements import EMPTY, Cell, Number, Table, interval, p_text
 from .tables import arm_cell, number_key
 

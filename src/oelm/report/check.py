@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
-from .analysis import analyse
+from ..evidence.analysis import analyse
 from .content import Content, content, numbers
 from .html import render, svg_digest
 

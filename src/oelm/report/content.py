@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .analysis import Analysis
+from ..evidence.analysis import Analysis
 from .answers import answers_table
 from .design import design_table
 from .details import claims_table, difference_table, environments, facts, published_table, rate_table, rule, run_table

@@ -6,11 +6,11 @@ import json
 import math
 from collections import Counter, defaultdict
 
+from ..evidence.analysis import ENOUGH, Analysis, Arm, Comparison, Setting
+from ..evidence.records import Measured
 from ..study.plan import Cell as Planned
 from ..study.published import DOUBTS, PUBLISHED, Published
-from .analysis import ENOUGH, Analysis, Arm, Comparison, Setting
 from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
-from .records import Measured
 from .tables import arm_cell, effect, number_key
 
 

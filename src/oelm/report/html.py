@@ -12,8 +12,8 @@ from pathlib import Path
 from jinja2 import Environment
 from markupsafe import Markup
 
+from ..evidence.analysis import Analysis, analyse
 from ..record import write_atomically
-from .analysis import Analysis, analyse
 from .content import Content, content
 from .elements import Cell, Number
 from .plots import DASHES, PALETTE, Figure, figures

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config import RunConfig
-from ..study.stats import smallest_p
-from .analysis import Analysis
+from ..evidence.analysis import Analysis
+from ..stats import smallest_p
 
 SHOWN = 8  # names listed in a notice before "and n more"
 ASTRAY = 0.1  # nats above the median of an arm's seeds, which commonly lie within a few hundredths of each other

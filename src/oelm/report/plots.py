@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
-from .analysis import Analysis, Arm, Setting
+from ..evidence.analysis import Analysis, Arm, Setting
 from .tables import arm_index, shown
 
 PALETTE = 13  # --arm-0 ... --arm-12 in the page

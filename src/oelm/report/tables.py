@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import product
 
-from .analysis import Analysis, Arm, Comparison, Setting, accuracy
+from ..evidence.analysis import Analysis, Arm, Comparison, Setting, accuracy
 from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
 
 SIGNS = {"superior": "▲", "non-inferior": "✓", "inferior": "✕", "inconclusive": "?", "too few seeds": "…"}

@@ -7,8 +7,8 @@ import statistics
 import numpy as np
 from numpy.typing import NDArray
 
+from ..evidence.analysis import Analysis, Arm, Setting
 from ..study.watch import duration_text
-from .analysis import Analysis, Arm, Setting
 from .elements import EMPTY, Cell, Number, Piece, Table, interval, seconds_text
 from .tables import arm_cell, number_key
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from report.fake_study import COST, fake_study
 
-from oelm.report.analysis import Arm, Setting, _decided, analyse
+from oelm import stats
+from oelm.evidence.analysis import Arm, Setting, _decided, analyse
 from oelm.report.answers import answers_table
 from oelm.report.content import content
 from oelm.report.heads import heads_table
 from oelm.report.notices import notices
 from oelm.report.text import markdown, sentence, verdict_lines
 from oelm.report.timing import baseline_time_table
-from oelm.study import stats
 from oelm.study.plan import StudyConfig
 from oelm.study.watch import planned, read_study
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..study import stats
+from .. import stats
 from ..study.plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 from ..study.search import Choice, Point
 from ..study.watch import read_study

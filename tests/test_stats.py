@@ -13,8 +13,8 @@ import pytest
 from scipy import stats as sps
 from statsmodels.stats.weightstats import DescrStatsW
 
-from oelm.study import stats
-from oelm.study.stats import Interval
+from oelm import stats
+from oelm.stats import Interval
 
 MARGIN = math.log(1.05)
 TRIALS = 600
