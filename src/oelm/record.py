@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from .config import RunConfig
+from .integrity import file_sha256
 
 CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
@@ -34,6 +36,10 @@ MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve w
 STATUSES = ("running", "stopped", "finished", "failed")
 PHASES = ("data", "forward", "backward", "optimizer")
 ANSWERS = ("labels", "predicted")
+# The lines that a checkpoint does not cover and a resume keeps: how long it took, and that it was taken up.
+_FOLLOWS_A_CHECKPOINT = re.compile(
+    rb'\{"kind":"(checkpoint","step":\d+,"seconds":\d+(\.\d+)?(e-?\d+)?|resume","step":\d+)\}\n'
+)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -94,26 +100,20 @@ class Run:
         with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def metrics_size(self) -> int:
-        """Bytes of metrics.jsonl, safe on the disk: a checkpoint is going to rely on them."""
+    def metrics_mark(self) -> dict[str, Any]:
+        """Size and checksum of metrics.jsonl, safe on the disk: a checkpoint is going to rely on them."""
         path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return 0
+        path.touch()
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        return path.stat().st_size
+        return {"metrics_size": path.stat().st_size, "metrics_sha256": file_sha256(path)}
 
     def rewind(self, size: int) -> None:
         """Drops the steps written after a checkpoint, which are done again; what the checkpoint itself took stays."""
         path = self.folder / "metrics.jsonl"
-        content = path.read_bytes() if path.exists() else b""
-        if len(content) < size:
-            raise ValueError(
-                f"{path}: is shorter than its checkpoint says ({len(content)} of {size} bytes); restore the file, or "
-                "begin anew with out=..."
-            )
-        for line in content[size:].splitlines(keepends=True):
-            if not line.startswith((b'{"kind":"checkpoint"', b'{"kind":"resume"')) or not line.endswith(b"\n"):
+        content = path.read_bytes()[size:] if path.exists() else b""
+        for line in content.splitlines(keepends=True):
+            if not _FOLLOWS_A_CHECKPOINT.fullmatch(line):
                 break
             size += len(line)
         if path.exists():
@@ -206,6 +206,16 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             raise ValueError(f"{path}: line {number} is damaged") from None
     return metrics
+
+
+def check_metrics(folder: Path, size: int, sha256: str) -> None:
+    """Raises unless metrics.jsonl begins with the bytes that a checkpoint relies on."""
+    path = folder / "metrics.jsonl"
+    found = path.stat().st_size if path.exists() else 0
+    if found < size:
+        raise ValueError(f"metrics.jsonl is shorter than it says: {found} of {size} bytes")
+    if size and file_sha256(path, size) != sha256:
+        raise ValueError("metrics.jsonl has changed since then")
 
 
 def write_predictions(folder: Path, step: int, splits: Mapping[str, Mapping[str, Sequence[int]]]) -> None:

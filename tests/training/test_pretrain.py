@@ -283,7 +283,7 @@ def test_shortened_metrics_are_refused(corpus, tmp_path, monkeypatch):
     stop_half_way(config, monkeypatch)
     path = config.folder / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match=r"metrics.jsonl: is shorter than its checkpoint says \(200 of"):
+    with pytest.raises(ValueError, match=r"last: damaged checkpoint \(metrics.jsonl is shorter than it says: 200 of"):
         run_training(config, quiet=True)
 
 
@@ -294,6 +294,42 @@ def test_a_run_of_an_arm_that_meant_something_else_is_refused(finished, tmp_path
     (folder / "run.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match="when oelm meant something else \\(gain was 2.0, now 1.0\\)"):
         run_training(tiny_config(corpus, folder), quiet=True)
+
+
+def test_a_changed_metrics_line_is_found_before_training_goes_on(corpus, tmp_path, monkeypatch):
+    """A line that only the newest checkpoint relies on is made again; one that both rely on ends the matter."""
+    config = tiny_config(corpus, tmp_path / "run", "system.checkpoint_every=5", "train.max_steps=40")
+    stop_half_way(config, monkeypatch)
+    path = config.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    newest = max(i for i, line in enumerate(lines) if '"kind":"train"' in line and '"step":10,' in line)
+    lines[newest] = lines[newest].replace('"tokens":128', '"tokens":129')
+    path.write_text("".join(lines))
+    assert run_training(config, quiet=True)["status"] == "finished"
+    assert (config.folder / "damaged").is_dir()
+    assert '"tokens":129' not in path.read_text()
+
+    config = tiny_config(corpus, tmp_path / "again", "system.checkpoint_every=5", "train.max_steps=40")
+    stop_half_way(config, monkeypatch)
+    path = config.folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"tokens":128', '"tokens":129', 1))
+    with pytest.raises(ValueError, match="metrics.jsonl has changed since then.*no whole one"):
+        run_training(config, quiet=True)
+    assert '"step":15' not in path.read_text()
+
+
+def test_a_damaged_best_model_ends_a_resume_and_one_moved_aside_is_taken_back(corpus, tmp_path, monkeypatch):
+    config = tiny_config(corpus, tmp_path / "run", "train.eval_every=5", "train.max_steps=40")
+    stop_half_way(config, monkeypatch)
+    best = config.folder / "best"
+    weights = (best / "model.safetensors").read_bytes()
+    flip_last_byte(best / "model.safetensors")
+    with pytest.raises(ValueError, match="best: damaged .model.safetensors does not match its checksum"):
+        run_training(config, quiet=True)
+    (best / "model.safetensors").write_bytes(weights)
+    best.rename(config.folder / ".best.old")  # as a kill between two renames leaves it
+    assert run_training(config, quiet=True)["status"] == "finished"
+    assert not (config.folder / ".best.old").exists()
 
 
 def test_changed_data_are_refused(tmp_path, monkeypatch):
