@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SEAL = "seal"  # key of a JSON object that holds the checksum of all its other keys
+TRUST = "OELM_TRUST_REMOTE_CODE"  # set by --trust-remote-code, also for the processes that a study starts
 META = "meta.json"  # of a sealed folder: facts about it, the checksum of every other file, and its own seal
+
+
+def trusts_remote_code() -> bool:
+    """Whether the user has asked that code which comes with a model may run. No config and no folder can ask it."""
+    return os.environ.get(TRUST) == "1"
 
 
 def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import Format, Words, examples, is_json
+from .words import Format, Trust, Words, examples, is_json
 
 if TYPE_CHECKING:
     from ..method.arms import OelmConfig
@@ -73,6 +73,7 @@ def inspect(
     words: Words = None,
     labels: Annotated[int | None, typer.Option(help="classes of a classification head", min=1)] = None,
     context: Annotated[int | None, typer.Option(help="tokens per sequence for the FLOP ceiling", min=1)] = None,
+    trust: Trust = False,
     form: Format = "text",
 ) -> None:
     """Dry surgery: which projections, how many parameters, how orthonormal, what it can save. Trains nothing."""

@@ -7,13 +7,15 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from .build import load_causal
+from ..integrity import trusts_remote_code
+from .build import load_causal, loading
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """The prompt and `tokens` more, at most as many as the model's context holds."""
     model = load_causal(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with loading(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code())
     ids = tokenizer(prompt, return_tensors="pt").input_ids if prompt else torch.tensor([[tokenizer.eos_token_id]])
     room = model.config.max_position_embeddings - ids.shape[1]
     if room < 1:

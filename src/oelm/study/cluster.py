@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
+from ..integrity import TRUST, trusts_remote_code
 from ..record import claimed, is_claimed
 from .plan import Cell, Execution
 from .watch import look, unsettled
@@ -41,7 +42,9 @@ def run_on_ray(
         return problems
     ray = _connect(address)
     # One call a process: each run starts afresh, as it does on one machine.
-    resources = {"num_cpus": execution.cpus_per_run, "num_gpus": execution.gpus_per_run}
+    resources: dict[str, Any] = {"num_cpus": execution.cpus_per_run, "num_gpus": execution.gpus_per_run}
+    if trusts_remote_code():
+        resources["runtime_env"] = {"env_vars": {TRUST: "1"}}
     task = ray.remote(**resources, max_retries=RETRIES, max_calls=1)(_run_and_pack)
     threads = max(1, int(execution.cpus_per_run))
     tokens = _tokens_so_far(cells)

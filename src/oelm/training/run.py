@@ -15,6 +15,7 @@ from torch import nn
 
 from ..config import RunConfig
 from ..flops import Flops, flops_by_step, mean_flops
+from ..integrity import trusts_remote_code
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
 from ..record import ANSWERS, Run, arm_changes, claimed, read_run, write_predictions
@@ -87,7 +88,7 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         facts = {
             "id": config.id, "name": config.name, "config": config.to_record(), "science": config.science(),
             "precision": precision, "precision_reason": reason, "processes": accelerator.num_processes,
-            "environment": environment(accelerator.device), **found,
+            "environment": environment(accelerator.device), "trust_remote_code": trusts_remote_code(), **found,
         }  # fmt: skip
         run = Run.open(folder, facts, quiet)
         run.say(f"run {config.id} in {folder}; {sentence}")
