@@ -28,7 +28,7 @@ from oelm.config import load_config
 from oelm.probe import probe_run
 from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run
 from oelm.training.audit import audit
-from oelm.training.finetune import f1, matthews
+from oelm.training.finetune import Classification, f1, matthews
 from oelm.training.rehearsal import rehearse
 from oelm.training.run import job_of, run_training
 
@@ -295,3 +295,15 @@ def test_scores_by_hand():
     assert f1(labels, predicted) == pytest.approx(2 / 3)
     assert matthews(labels, predicted) == pytest.approx((2 * 4 - 1 * 1) / np.sqrt(3 * 3 * 5 * 5))
     assert matthews(labels, np.zeros(8)) == 0
+
+
+def test_a_saved_model_that_is_not_the_one_measured_ends_the_run(encoder, task, tmp_path, monkeypatch):
+    plain = Classification.save
+
+    def spoilt(self, model, state, folder):
+        plain(self, model, {**state, "classifier.bias": torch.tensor([3.0, -3.0])}, folder)
+
+    monkeypatch.setattr(Classification, "save", spoilt)
+    with pytest.raises(ValueError, match="best: is not the model that was measured: its validation loss is"):
+        run_training(config_for(encoder, task, tmp_path / "run", "train.epochs=1"), quiet=True)
+    assert read_run(tmp_path / "run")["status"] == "failed"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oelm import apply_oelm, verify
 from oelm.data.tokens import Manifest
+from oelm.integrity import seal_folder
 from oelm.models.build import build_gpt
 from oelm.models.generate import generate
 from oelm.models.gpt import GPT
@@ -115,13 +117,18 @@ def test_it_learns_and_the_frozen_weights_do_not_move(corpus, tmp_path):
     verify(fresh, report, expected=surgery["fingerprints"])
 
 
+def reseal(folder):
+    seal_folder(folder, json.loads((folder / "meta.json").read_text()))
+
+
 def test_a_saved_run_is_re_checked_from_its_files(finished, tmp_path):
     lines = audit(finished)
     assert lines[0] == "4,096 of 34,976 weights frozen, as recorded"
     assert lines[1].startswith("best: 4 frozen tensors unchanged since they were frozen")
     assert lines[1].endswith("; 4 of them are orthonormal frames still")
     assert lines[2].startswith("last: 4 frozen tensors unchanged since they were frozen")
-    assert "20 steps and the best loss of" in lines[3]
+    assert re.fullmatch(r"best: its loss on 4 windows of the validation is \d\.\d{4} again", lines[3])
+    assert "20 steps and the best loss of" in lines[4]
 
     def copy_with(change):
         folder = tmp_path / change.__name__
@@ -133,6 +140,19 @@ def test_a_saved_run_is_re_checked_from_its_files(finished, tmp_path):
         weights = load_file(folder / "best" / "model.safetensors")
         weights["blocks.1.attn.k_proj.weight"][0, 0] += 1e-7
         save_file(weights, folder / "best" / "model.safetensors", metadata={"format": "pt"})
+        reseal(folder / "best")
+
+    def exchanged(folder):
+        weights = load_file(folder / "best" / "model.safetensors")
+        weights["wte.weight"] *= 1.5
+        save_file(weights, folder / "best" / "model.safetensors", metadata={"format": "pt"})
+        reseal(folder / "best")
+
+    def flipped(folder):
+        flip_last_byte(folder / "best" / "model.safetensors")
+
+    def emptied(folder):
+        (folder / "best" / "model.safetensors").write_bytes(b"")
 
     def flattered(folder):
         record = json.loads((folder / "run.json").read_text())
@@ -144,6 +164,9 @@ def test_a_saved_run_is_re_checked_from_its_files(finished, tmp_path):
         (folder / "metrics.jsonl").write_text("".join(lines[1:]))
 
     for change, message in (
+        (exchanged, "best: is not the model that was measured: its loss on 4 windows is"),
+        (flipped, r"best: damaged \(model.safetensors does not match its checksum\)"),
+        (emptied, r"best: damaged \(model.safetensors does not match its checksum\)"),
         (thawed, "best: blocks.1.attn.k_proj.weight: bytes changed since surgery"),
         (flattered, "the best evaluation in metrics.jsonl is not the one in run.json"),
         (shortened, "metrics.jsonl holds 15 steps, run.json 20"),

@@ -22,6 +22,8 @@ from ..data.tokens import Manifest, prepare
 from ..method.surgery import dry_oelm
 from ..models.build import build_gpt
 
+FEW = 4  # windows
+
 
 @dataclass
 class LanguageModelling:
@@ -71,7 +73,9 @@ class LanguageModelling:
         summed, tokens = accelerator.reduce(total, "sum").tolist()
         loss = summed / tokens
         bits = loss / math.log(2) / held.bytes_per_token
-        return {"loss": loss, "ppl": math.exp(min(loss, 700.0)), "bits_per_byte": bits, "tokens": tokens}
+        few = few_loss(model, held, self.config, self.context, accelerator.device)
+        ppl = math.exp(min(loss, 700.0))
+        return {"loss": loss, "ppl": ppl, "bits_per_byte": bits, "tokens": tokens, "few_loss": few}
 
     @staticmethod
     def describe(metrics: dict[str, float], brief: bool = False) -> str:
@@ -89,6 +93,12 @@ class LanguageModelling:
         coder = Tokenizer.from_file(str(tokens.folder / "tokenizer.json"))
         eot = coder.id_to_token(tokens.manifest.eot)
         PreTrainedTokenizerFast(tokenizer_object=coder, eos_token=eot).save_pretrained(folder)
+
+
+def few_loss(model: nn.Module, tokens: Tokens, config: RunConfig, context: int, device: torch.device) -> float:
+    """The loss on the first few windows of the validation, by which a saved model can be told again."""
+    x, y = next(val_batches(tokens, batch_size=FEW, context=context, limit_tokens=config.train.eval_tokens))
+    return float(model(input_ids=x.to(device), shift_labels=y.to(device)).loss)
 
 
 def data_folder(data: DataConfig, system: SystemConfig) -> Path:

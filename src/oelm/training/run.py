@@ -19,11 +19,15 @@ from ..integrity import trusts_remote_code
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
 from ..record import ANSWERS, Run, arm_changes, claimed, read_run, write_predictions
+from ..models.build import check_saved
+from ..record import ANSWERS, Run, claimed, read_run, write_predictions
 from ..runtime import choose_precision, environment, measure_peak, peak_memory
 from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
 from .optim import make_optimizers
 from .pretrain import LanguageModelling, Pretraining
+
+SAME = 1e-2  # share by which the loss of a saved classifier may differ: corrections are merged, sums have another order
 
 
 class Job(Protocol):
@@ -179,11 +183,18 @@ def _last_words(
 ) -> dict[str, Any]:  # fmt: skip
     """Measures the best model on the splits that training never saw; its answers go to the run folder."""
     accelerator.wait_for_everyone()
+    check_saved(config.folder / "best")
     # best/ as anybody would load it, so that the answers are those of the model that is kept
     saved = type(unwrap(accelerator.unwrap_model(model))).from_pretrained(config.folder / "best")  # type: ignore[attr-defined]
     found = job.finish(saved.to(accelerator.device), task, accelerator)
     if not found:
         return {}
+    again = found["validation"]["metrics"]["loss"] if "validation" in found else best["loss"]
+    if not abs(again - best["loss"]) <= SAME * max(best["loss"], 0.1):
+        raise ValueError(
+            f"{config.folder / 'best'}: is not the model that was measured: its validation loss is {again:.4f}, "
+            f"at step {best['step']:.0f} it was {best['loss']:.4f}"
+        )
     answers = {name: {key: f[key] for key in ANSWERS} for name, f in found.items() if "predicted" in f}
     if run:
         if answers:
