@@ -19,6 +19,7 @@ ROOMS = [
     "settings",
     "runtime",
     "record",
+    "consistency",
     "data",
     "models",
     "flops",

@@ -14,6 +14,12 @@ TRUST = "OELM_TRUST_REMOTE_CODE"  # set by --trust-remote-code, also for the pro
 META = "meta.json"  # of a sealed folder: facts about it, the checksum of every other file, and its own seal
 
 
+def content_id(facts: Mapping[str, Any]) -> str:
+    """A short name for a JSON object: the same content has the same on every machine."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def trusts_remote_code() -> bool:
     """Whether the user has asked that code which comes with a model may run. No config and no folder can ask it."""
     return os.environ.get(TRUST) == "1"

@@ -29,11 +29,14 @@ from filelock import FileLock, Timeout
 
 from .config import RunConfig
 from .integrity import file_sha256
+from .integrity import SEAL, file_sha256, parse_json, seal_holds, sealed
 
 CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
 MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve would be of two things
 STATUSES = ("running", "stopped", "finished", "failed")
+KINDS = ("train", "eval", "checkpoint", "resume", "freeze")  # of a line of metrics.jsonl
+FINISHED = ("metrics.jsonl", "predictions.json", "timing_stats.json")  # of a finished run, with checksums in run.json
 PHASES = ("data", "forward", "backward", "optimizer")
 ANSWERS = ("labels", "predicted")
 # The lines that a checkpoint does not cover and a resume keeps: how long it took, and that it was taken up.
@@ -46,13 +49,31 @@ def write_atomically(path: Path, text: str) -> None:
     """The file is either the old one or the new one, whatever happens in between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with _naming(path), temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sweep(folder: Path, *names: str) -> None:
+    """Removes what a process killed inside write_atomically left; only for who holds the folder."""
+    for name in names:
+        for leftover in folder.glob(f".{name}.*"):
+            leftover.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A write that fails half-way, on a full disk, does not know its file: say which folder is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, f"{error.strerror}; make room, then repeat the command", str(path)) from None
+        raise
 
 
 @dataclass
@@ -66,6 +87,7 @@ class Run:
     @classmethod
     def open(cls, folder: Path, facts: dict[str, Any], quiet: bool = False) -> Run:
         """Starts or takes up a run. `facts` must hold id and science; another run's folder is refused."""
+        sweep(folder, "run.json", "timing_stats.json", "predictions.json")
         found = read_run(folder) if (folder / "run.json").exists() else None
         begun = any((folder / name).exists() for name in ("last", "previous"))
         if found is not None and found["status"] == "failed" and not begun:
@@ -92,12 +114,13 @@ class Run:
     def update(self, **facts: Any) -> None:
         self.facts |= facts
         self.facts["updated"] = time.time()
-        write_atomically(self.folder / "run.json", json.dumps(self.facts, indent=1, allow_nan=False) + "\n")
+        write_atomically(self.folder / "run.json", record_text(self.facts))
 
     def append(self, kind: str, **values: Any) -> None:
         """Adds a line to metrics.jsonl; a value that is not finite is an error here, never a number there."""
         line = json.dumps({"kind": kind, **values}, allow_nan=False, separators=(",", ":"))
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        path = self.folder / "metrics.jsonl"
+        with _naming(path), path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def metrics_mark(self) -> dict[str, Any]:
@@ -127,18 +150,26 @@ class Run:
 
     def log(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        with (self.folder / "training.log").open("a", encoding="utf-8") as file:
+        path = self.folder / "training.log"
+        with _naming(path), path.open("a", encoding="utf-8") as file:
             file.write(f"{stamp} {text}\n")
 
     def close(
         self, status: str, error: str | None = None, flops_per_token: float | None = None, peak: float | None = None,
         **facts: Any,
     ) -> None:  # fmt: skip
-        """Ends this sitting: timing from the metrics, then the status."""
+        """Ends this sitting: timing from the metrics, then the status; a kill between the two leaves a run to go on."""
         assert status in STATUSES
-        self.update(status=status, error=error, **facts)  # first: it must not depend on what follows
-        timing = timing_stats(read_metrics(self.folder), flops_per_token, peak)
-        write_atomically(self.folder / "timing_stats.json", json.dumps(timing, indent=1) + "\n")
+        try:
+            timing = timing_stats(read_metrics(self.folder), flops_per_token, peak)
+            write_atomically(self.folder / "timing_stats.json", json.dumps(timing, indent=1) + "\n")
+        except (OSError, ValueError):
+            if status == "finished":
+                raise
+        if status == "finished":  # from now on these files stay as they are
+            found = [self.folder / name for name in FINISHED if (self.folder / name).exists()]
+            facts["files"] = {path.name: file_sha256(path) for path in found}
+        self.update(status=status, error=error, **facts)
 
 
 @contextmanager
@@ -176,20 +207,29 @@ def is_claimed(folder: Path) -> bool:
         return True
 
 
+def record_text(facts: Mapping[str, Any]) -> str:
+    """run.json, with a checksum of itself."""
+    return json.dumps(sealed(facts), indent=1, allow_nan=False) + "\n"
+
+
 def read_run(folder: Path) -> dict[str, Any]:
-    """run.json, checked for being one."""
+    """run.json, checked for being one, and for being as it was written; old records have no seal."""
     path = folder / "run.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: no run.json there, so not a run folder")
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parse_json(path.read_bytes())
         if facts["schema"] != SCHEMA:
             raise ValueError(f"{path}: format {facts['schema']}, where this version reads {SCHEMA}")
         if facts["status"] not in STATUSES:
             raise KeyError(facts["status"])
         facts["science"], facts["started"]  # what every reader relies on
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
+        if "this version reads" in str(error):
+            raise
         raise ValueError(f"{path}: damaged record ({type(error).__name__}: {error})") from None
+    if SEAL in facts and not seal_holds(facts):
+        raise ValueError(f"{path}: damaged record (it does not match its own checksum)")
     return facts
 
 
@@ -198,13 +238,16 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     metrics = []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is nothing, or was cut
         try:
-            metrics.append(json.loads(line))
-        except json.JSONDecodeError:
+            found = parse_json(line)
+            if found["kind"] not in KINDS:
+                raise KeyError(found["kind"])
+        except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: line {number} is damaged") from None
+        metrics.append(found)
     return metrics
 
 
@@ -234,9 +277,11 @@ def read_predictions(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not there; a run without predictions has no accuracy to compare")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         _check_predictions(content, path)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if str(error).startswith(str(path)):
+            raise
         raise ValueError(f"{path}: damaged predictions ({type(error).__name__}: {error})") from None
     return content
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..integrity import TRUST, trusts_remote_code
-from ..record import claimed, is_claimed
+from ..record import claimed, is_claimed, record_text
 from .plan import Cell, Execution
 from .watch import look, unsettled
 
@@ -103,7 +103,7 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
             "base.system.data_dir, or the same files and versions"
         )
     record["config"] = cell.config.to_record()  # the node's scratch folder is gone
-    files = files | {"run.json": (json.dumps(record, indent=1) + "\n").encode()}
+    files = files | {"run.json": record_text(record).encode()}
     arriving = cell.folder / ".arriving"
     for leftover in (".arriving", "last", "previous", "best"):  # of an earlier try that was never finished
         shutil.rmtree(cell.folder / leftover, ignore_errors=True)

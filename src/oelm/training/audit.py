@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from ..config import RunConfig, parse_config
+from ..consistency import check_record
 from ..data.batches import Tokens
-from ..integrity import META
+from ..integrity import META, SEAL
 from ..method.frames import ORTHONORMAL
 from ..method.recovery import Recovered
 from ..method.schedule import change_state
@@ -18,7 +19,7 @@ from ..method.surgery import apply_oelm
 from ..method.verify import VerifyError, verify
 from ..models.build import build_gpt, check_saved, load_causal, loading
 from ..models.classifiers import build_classifier
-from ..record import evaluations, is_claimed, losses, read_metrics, read_predictions, read_run
+from ..record import evaluations, is_claimed, read_metrics, read_predictions, read_run
 from .checkpoint import load_checkpoint
 from .pretrain import FEW, few_loss
 
@@ -38,7 +39,8 @@ def audit(folder: Path) -> list[str]:
             f"{folder}: the run has no saved model in best/, which its first evaluation "
             "writes; verify it after that, or train it with its own command"
         )
-    if "seal" in record and not (folder / "best" / META).is_file():
+    check_record(folder, record, metrics)
+    if SEAL in record and not (folder / "best" / META).is_file():
         raise ValueError(f"{folder / 'best'}: damaged ({META} is missing)")
     check_saved(folder / "best")
     with loading(folder / "best"):
@@ -88,18 +90,13 @@ def audit(folder: Path) -> list[str]:
         done.append(_measured_again(folder, record, config, min(evaluations(metrics), key=lambda line: line["loss"])))
     totals = record.get("totals", {})
     if record["status"] == "finished":
-        steps = len(losses(metrics))
-        if steps != totals["steps"]:
-            raise ValueError(f"{folder}: metrics.jsonl holds {steps} steps, run.json {totals['steps']}")
-        lowest = min(evaluations(metrics), key=lambda line: line["loss"])
-        if (lowest["loss"], lowest["step"]) != (totals["best"]["loss"], totals["best"]["step"]):
-            raise ValueError(f"{folder}: the best evaluation in metrics.jsonl is not the one in run.json")
         for name, split in read_predictions(folder)["splits"].items() if config.task else []:
             right = sum(a == b for a, b in zip(split["labels"], split["predicted"], strict=True))
             if right / len(split["labels"]) != totals["splits"][name]["accuracy"]:
                 raise ValueError(f"{folder}: predictions.json and run.json differ in the accuracy on {name}")
             done.append(f"{name}: {right} of {len(split['labels'])} predictions are right, as recorded")
-        done.append(f"{steps} steps and the best loss of {lowest['loss']:.4f} nats are the same in log and record")
+        same = f"{totals['steps']} steps and the best loss of {totals['best']['loss']:.4f} nats"
+        done.append(f"{same} are the same in log and record")
     else:
         state = "killed" if record["status"] == "running" and not is_claimed(folder) else record["status"]
         done.append(f"the run is {state}, not finished: log and record are not compared; the same command goes on")

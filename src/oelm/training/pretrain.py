@@ -50,7 +50,9 @@ class LanguageModelling:
         return {"input_ids": x, "shift_labels": y}
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        return self.measure("val", model, accelerator, self.config.train.eval_tokens)
+        metrics = self.measure("val", model, accelerator, self.config.train.eval_tokens)
+        few = few_loss(model, self.splits["val"], self.config, self.context, accelerator.device)
+        return {**metrics, "few_loss": few}
 
     def measure(
         self, split: Split, model: nn.Module, accelerator: Accelerator, limit: int | None = None
@@ -73,9 +75,7 @@ class LanguageModelling:
         summed, tokens = accelerator.reduce(total, "sum").tolist()
         loss = summed / tokens
         bits = loss / math.log(2) / held.bytes_per_token
-        few = few_loss(model, held, self.config, self.context, accelerator.device)
-        ppl = math.exp(min(loss, 700.0))
-        return {"loss": loss, "ppl": ppl, "bits_per_byte": bits, "tokens": tokens, "few_loss": few}
+        return {"loss": loss, "ppl": math.exp(min(loss, 700.0)), "bits_per_byte": bits, "tokens": tokens}
 
     @staticmethod
     def describe(metrics: dict[str, float], brief: bool = False) -> str:
