@@ -28,7 +28,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from .config import RunConfig
-from .integrity import file_sha256
 from .integrity import SEAL, file_sha256, parse_json, seal_holds, sealed
 
 CLAIM = ".claim"  # locked by the process that works in the folder

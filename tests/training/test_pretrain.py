@@ -314,7 +314,7 @@ def test_a_run_of_an_arm_that_meant_something_else_is_refused(finished, tmp_path
     folder = shutil.copytree(finished, tmp_path / "run")
     record = json.loads((folder / "run.json").read_text())
     record["surgery"]["config"]["gain"] = 2.0
-    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "run.json").write_text(record_text(record))
     with pytest.raises(ValueError, match="when oelm meant something else \\(gain was 2.0, now 1.0\\)"):
         run_training(tiny_config(corpus, folder), quiet=True)
 

@@ -298,6 +298,7 @@ def gpu_memory() -> dict[str, float]:
 def _child(config: RunConfig, gpu: str | None) -> None:
     """One run in its own process, away from the terminal: what it prints goes to console.log."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which asks each run once, by SIGTERM
+    _end_with_the_launcher()
     config.folder.mkdir(parents=True, exist_ok=True)
     console = os.open(config.folder / "console.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(console, 1)
@@ -316,9 +317,22 @@ def _child(config: RunConfig, gpu: str | None) -> None:
 
 def _prepare(data: DataConfig, system: SystemConfig) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to tidy up: what is half prepared is thrown away
+    _end_with_the_launcher()
     from ..training.pretrain import prepare_data
 
     prepare_data(data, system, progress=True)
+
+
+def _end_with_the_launcher() -> None:
+    """In a child: a launcher that is killed tells nobody, but its end of a pipe closes. Then the run checkpoints."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def follow() -> None:
+        wait([launcher.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _start_forkserver() -> None:

@@ -18,9 +18,8 @@ from ..flops import Flops, flops_by_step, mean_flops
 from ..integrity import trusts_remote_code
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
-from ..record import ANSWERS, Run, arm_changes, claimed, read_run, write_predictions
 from ..models.build import check_saved
-from ..record import ANSWERS, Run, claimed, read_run, write_predictions
+from ..record import ANSWERS, Run, arm_changes, claimed, read_run, write_predictions
 from ..runtime import choose_precision, environment, measure_peak, peak_memory
 from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
