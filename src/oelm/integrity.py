@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,6 +105,22 @@ def file_sha256(path: Path, size: int | None = None) -> str:
             digest.update(chunk)
             left -= len(chunk)
         return digest.hexdigest()
+
+
+def remembered_sha256(path: Path) -> str:
+    """Of a large file, read once for each content: remembered beside it by size, time of change and inode."""
+    memory, status = path.with_name(f".{path.name}.sha256"), path.stat()
+    content = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
+    with suppress(OSError, ValueError):
+        known = read_object(memory)
+        if seal_holds(known) and content.items() <= known.items():
+            return str(known["sha256"])
+    found = file_sha256(path)
+    with suppress(OSError):  # a folder that cannot be written: read it again next time
+        aside = memory.with_name(f"{memory.name}.{os.getpid()}")
+        aside.write_text(json.dumps(sealed({**content, "sha256": found})))
+        os.replace(aside, memory)
+    return found
 
 
 def sync_folder(folder: Path) -> None:

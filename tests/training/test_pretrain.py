@@ -375,11 +375,15 @@ def test_time_spent_on_checkpoints_adds_up_over_interruptions(corpus, tmp_path, 
     assert len(read_run(config.folder)["sittings"]) == 2
 
 
-def spoil_ids(folder):
+def zero_tokens(folder):
+    """Of the right size, as a disk leaves them that lost power before it wrote."""
     path = folder / "train.bin"
-    ids = np.fromfile(path, dtype=np.uint16)
-    ids[100] = 60000
-    ids.tofile(path)
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def change_manifest(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"bytes": ', '"bytes": 9', 1))
 
 
 def truncate(folder):
@@ -388,22 +392,18 @@ def truncate(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "spoil", "message"),
+    ("words", "message"),
     [
-        (["model.vocab_size=100"], None, "model.vocab_size: 100 is smaller than the tokenizer's 287"),
-        ([], spoil_ids, "train.bin: id 60000 is beyond the 287 tokens"),
-        (["model.context=4000"], None, "bin: .* tokens are too few for context 4000"),
-        (["train.batch_size=3", "train.accumulate=2"], None, "accumulate: 2 micro-batches do not divide batch_size=3"),
-        (["model=smal"], None, "model.name: no preset 'smal'; did you mean 'small'"),
-        (["method=oelm-x"], None, "method: unknown 'oelm-x'"),
-        (["train.precision=fp16"], None, "train.precision: fp16 needs a CUDA device"),
+        (["model.vocab_size=100"], "model.vocab_size: 100 is smaller than the tokenizer's 287"),
+        (["model.context=4000"], "bin: .* tokens are too few for context 4000"),
+        (["train.batch_size=3", "train.accumulate=2"], "accumulate: 2 micro-batches do not divide batch_size=3"),
+        (["model=smal"], "model.name: no preset 'smal'; did you mean 'small'"),
+        (["method=oelm-x"], "method: unknown 'oelm-x'"),
+        (["train.precision=fp16"], "train.precision: fp16 needs a CUDA device"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_clear_line(tmp_path, words, spoil, message):
+def test_bad_input_is_one_clear_line(tmp_path, words, message):
     corpus = write_corpus(tmp_path, documents=30)
-    if spoil:
-        folder, _ = prepare_data(tiny_config(corpus, tmp_path).data, tiny_config(corpus, tmp_path).system, False)
-        spoil(folder)
     with pytest.raises(ValueError, match=message):
         run_training(tiny_config(corpus, tmp_path / "run", *words), quiet=True)
     if (tmp_path / "run" / "run.json").exists():
@@ -417,11 +417,12 @@ def test_muon_with_scaled_losses_is_refused(tmp_path, monkeypatch):
         run_training(config, quiet=True)
 
 
-def test_a_truncated_file_is_prepared_again(tmp_path):
+@pytest.mark.parametrize("spoil", [truncate, zero_tokens, change_manifest])
+def test_damaged_tokens_are_found_and_prepared_again(tmp_path, spoil):
     corpus = write_corpus(tmp_path)
     config = tiny_config(corpus, tmp_path / "run")
     folder, before = prepare_data(config.data, config.system, False)
-    truncate(folder)
+    spoil(folder)
     assert prepare_data(config.data, config.system, False)[1] == before
     assert run_training(config, quiet=True)["status"] == "finished"
 
