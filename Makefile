@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup study test test-all lint bench clean
+.PHONY: help setup study test test-all lint docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -17,7 +17,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-study: setup ## run the embedded study (about ten minutes on two cores; again: at once) and write its report
+# The study needs oelm alone; an environment that has the development tools too will do.
+$(VENV)/.base: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+study: $(or $(wildcard $(VENV)/.installed),$(VENV)/.base) ## run the embedded study (about ten minutes on two cores; again: at once) and write its report
 	$(VENV)/bin/oelm study run configs/quickstart.yaml
 
 test: setup lint ## lint, types and the quick tests
@@ -31,13 +37,16 @@ lint: setup ## ruff and mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+docs: setup ## build the documentation as a site in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
 bench: setup ## speed and memory, on a quiet machine; results go to benchmarks/results
+	$(PY) benchmarks/run.py
 	$(PY) benchmarks/prepare.py -o benchmarks/results/prepare-$$(date +%F).json
-	$(PY) benchmarks/medium.py
 	$(PY) benchmarks/freeze.py
 	$(PY) benchmarks/finetune.py
 	$(PY) benchmarks/relative.py
 	$(PY) benchmarks/loss.py
 
 clean: ## remove the environment and caches (runs and data stay)
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -4,14 +4,13 @@ The Trainer runs twice: as it comes (random batches, padded to their longest) an
 the fair rival of our buckets. All three take turns in one process, a fresh model and optimizer each time; a turn is
 timed from its first to its last step, so building and saving are on nobody's clock. Goal: ratio >= 1.
 
-    python benchmarks/finetune.py --rounds 4 --steps 60
+    python benchmarks/finetune.py --rounds 6 --steps 60
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,12 +19,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from machine import save
+from machine import save, summary
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 from oelm.config import RunConfig, load_config
 from oelm.method.surgery import apply_oelm
-from oelm.study.stats import ratio_of_medians
+from oelm.study.bench import yardstick
+from oelm.study.turns import Turn, take_turns
 from oelm.training.clock import Clock
 from oelm.training.loop import train_step
 from oelm.training.optim import make_optimizers
@@ -51,29 +51,33 @@ class Stopwatch(TrainerCallback):
     """Time of the end of every step."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: list[tuple[float, float]] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), time.process_time()))
+
+    def turn(self) -> Turn:
+        (wall, cpu), (wall_end, cpu_end) = self.ends[WARMUP - 1], self.ends[-1]
+        steps = len(self.ends) - WARMUP
+        return Turn((wall_end - wall) / steps, (cpu_end - cpu) / steps)
 
 
-def ours(config: RunConfig, accelerator: Accelerator, steps: int) -> float:
-    """Seconds a step of the loop's own `train_step`."""
+def ours(config: RunConfig, accelerator: Accelerator, steps: int) -> Turn:
+    """A step of the loop's own `train_step`."""
     model, task, _ = job_of(config).build()  # a fresh model
     apply_oelm(model, config.method.oelm(0))
     prepared, *optimizers = accelerator.prepare(model, *make_optimizers(model, config.train))
     prepared.train()
     clock = Clock(accelerator.device)
-    start = 0.0
+    watch = Stopwatch()
     for step in range(steps):
-        if step == WARMUP:
-            start = time.perf_counter()
         train_step(prepared, optimizers, task, config, accelerator, clock, step, steps)
-    return (time.perf_counter() - start) / (steps - WARMUP)
+        watch.on_step_end()
+    return watch.turn()
 
 
-def trainers(config: RunConfig, steps: int, strategy: str) -> float:
-    """Seconds a step of the Trainer."""
+def trainers(config: RunConfig, steps: int, strategy: str) -> Turn:
+    """A step of the Trainer."""
     model, task, _ = job_of(config).build()  # a fresh model
     apply_oelm(model, config.method.oelm(0))
     data = task.splits["train"]
@@ -93,12 +97,13 @@ def trainers(config: RunConfig, steps: int, strategy: str) -> float:
             callbacks=[watch],
         )  # fmt: skip
         trainer.train()
-    return (watch.ends[-1] - watch.ends[WARMUP - 1]) / (steps - WARMUP)
+    return watch.turn()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=30.0, help="at most")
     parser.add_argument("--steps", type=int, default=60, help="of a turn")
     parser.add_argument("--arm", default="oelm")
     options = parser.parse_args()
@@ -107,24 +112,19 @@ def main() -> None:
         words = [f"task.path={folder}", "train.batch_size=32", f"train.max_steps={options.steps}"]
         config = load_config(None, ["task=sst2", "model=minilm-l6", f"method={options.arm}", *words])
         accelerator = Accelerator(cpu=True)
-        turns: dict[str, Callable[[], float]] = {
+        turns: dict[str, Callable[[], Turn]] = {
             "oelm": lambda: ours(config, accelerator, options.steps),
             "Trainer, grouped by length": lambda: trainers(config, options.steps, "group_by_length"),
             "Trainer": lambda: trainers(config, options.steps, "random"),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in turns}
-        for number in range(options.rounds):
-            for name in list(turns) if number % 2 == 0 else reversed(turns):
-                seconds[name].append(turns[name]())
+        found = take_turns(
+            turns, yardstick(accelerator.device, "fp32"), rounds=options.rounds, seconds=60 * options.minutes
+        )
     result: dict[str, Any] = {
         "model": "minilm-l6", "arm": options.arm, "batch_size": 32, "steps": options.steps, "rounds": options.rounds,
-        "threads": torch.get_num_threads(),
-        "examples_per_second": {name: 32 / statistics.median(times) for name, times in seconds.items()},
+        "threads": torch.get_num_threads(), **summary(found),
     }  # fmt: skip
-    for name in ("Trainer, grouped by length", "Trainer"):
-        ratio = ratio_of_medians(seconds[name], seconds["oelm"], blocks=range(options.rounds))
-        result[f"oelm over {name}"] = {"ratio": ratio.ratio, "interval": ratio.interval}
-    save("finetune", {**result, "seconds_per_step": seconds})
+    save("finetune", result)
 
 
 if __name__ == "__main__":

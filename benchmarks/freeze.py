@@ -3,7 +3,7 @@ removed products timed alone in the same run. Goal: at least 80 % of the time of
 
 The small model's overhead (all that is not forward, backward or optimizer) is measured too; goal: under 3 %.
 
-    python benchmarks/freeze.py --blocks 16
+    python benchmarks/freeze.py --until 1 --minutes 30
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from machine import save
 
 from oelm.config import load_config
 from oelm.study.bench import bench_step, table
+from oelm.study.shape import arms_of
 
 ARMS = ["baseline", "oelm", "oelm-q", "oelm-identity-q", "oelm-slices", "oelm-slices-gains"]
 # Products of (tokens x d) with (d x d) that each arm drops per layer: of 6 for q and k in a training step.
@@ -36,12 +37,16 @@ def product_seconds(tokens: int, width: int, repeats: int = 30) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--until", type=float, default=1.0, help="width of the 95 %% intervals, in %%")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="of the larger model at most, and of the smaller one"
+    )
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     words = ["model=medium-512", "model.vocab_size=1024", "train.batch_size=8", f"system.threads={options.threads}"]
     before = product_seconds(8 * 512, 512)
-    result = bench_step(load_config(None, words), ARMS, vocab_size=1024, blocks=options.blocks, steps=1, memory=True)
+    wish = {"until": options.until / 100, "seconds": 60 * options.minutes}
+    result = bench_step(arms_of(load_config(None, words), ARMS), 1024, steps=1, **wish)
     alone = statistics.mean([before, product_seconds(8 * 512, 512)])
     reference = result["arms"]["baseline"]["median_step"]
     for arm, products in REMOVED.items():
@@ -49,10 +54,8 @@ if __name__ == "__main__":
         removed = 6 * products * alone  # six layers
         found |= {"removed_products_seconds": removed, "saved_seconds": reference * (1 - found["ratio"]),
                   "share_of_removed_saved": reference * (1 - found["ratio"]) / removed}  # fmt: skip
-    small = bench_step(
-        load_config(None, ["model=small", "train.batch_size=16", "system.threads=1"]), ["baseline", "oelm"],
-        vocab_size=2048, blocks=options.blocks, steps=3, memory=False,
-    )  # fmt: skip
+    words = ["model=small", "train.batch_size=16", "system.threads=1"]
+    small = bench_step(arms_of(load_config(None, words), ["baseline", "oelm"]), 2048, memory=False, **wish)
     for arm in small["arms"].values():
         arm["overhead"] = arm["phases"]["data"] / sum(arm["phases"].values())
     save("freeze", {"one_product_seconds": alone, "medium": result, "small": small})

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 from report.fake_study import COST, fake_study
-from tiny import words_for, write_corpus
+from tiny import task_words, words_for, write_corpus, write_encoder, write_task
 from typer.testing import CliRunner
 
 from oelm.cli import app, main
 from oelm.config import load_config
 from oelm.record import Run
 
-VERBS = ["ls", "inspect", "prepare", "train", "sample", "verify", "probe"]
+VERBS = ["ls", "inspect", "prepare", "train", "sample", "predict", "verify", "probe", "compare", "clean", "report"]
 
 
 def run(*words):
@@ -78,6 +78,16 @@ def test_published_counts_of_bert_from_the_command_line():
         (["prepare", "data=tinystorie"], "data.corpus: no corpus 'tinystorie'; did you mean 'tinystories'?"),
         (["sample", "nowhere"], "nowhere: no saved model there"),
         (["probe", "nowhere"], "nowhere: no run.json there, so not a run folder"),
+        (["train", "lr=1e-3"], "lr: unknown key; did you mean 'train.lr'?"),
+        (["train", "--model_type", "oelm_v2", "method=oelm-q"], "--model_type: says method=oelm_v2, and another"),
+        (["train", "--max_lr", "1e-3", "train.lr=2e-3"], "--max_lr: says train.lr=0.001, and another setting"),
+        (["train", "--dataset", "stdlib", "data.corpus=recall"], "--dataset: says data=stdlib, and another setting"),
+        (["train", "data=tinystorie", "--dry-run"], "data.corpus: no corpus 'tinystorie'; did you mean 'tinystories'?"),
+        (["train", "data=none/a.txt", "--dry-run"], "data.corpus=none/a.txt: no such file or folder"),
+        (["train", "task=sst3", "--dry-run"], "task.name: unknown 'sst3'; did you mean 'sst2'?"),
+        (["train", "task=sst2", "task.train=a.tsv", "task.validation=b.tsv", "--dry-run"], "a.tsv: no such file"),
+        (["train", "system.trackers=dvclive"], "system.trackers: dvclive is not installed; pip install dvclive"),
+        (["train", "system.trackers=tensorbord"], "system.trackers: unknown 'tensorbord'; did you mean 'tensorboard'?"),
         (["inspect", "tiny", "--labels", "3"], "--labels: tiny is a preset of our GPT, which has no classification"),
     ],
 )
@@ -85,7 +95,38 @@ def test_errors_are_one_line(monkeypatch, capsys, words, message):
     assert message in fails(monkeypatch, capsys, *words)
 
 
-def test_prepare_train_and_sample(tmp_path):
+def test_words_are_understood_with_spaces_around_the_sign():
+    expected = run("inspect", "tiny", "method=oelm-q", "method.gain=2")
+    for words in (["method", "=", "oelm-q", "method.gain=", "2"], ["method=", "oelm-q", "method.gain", "=2"]):
+        assert run("inspect", "tiny", *words) == expected
+
+
+def test_a_file_that_is_no_config_is_named_with_what_was_meant(tmp_path, monkeypatch, capsys):
+    for name, meant in (("shake.txt", "data="), ("a.tsv", "task=own task.train="), ("a.csv.gz", "task=own")):
+        path = tmp_path / name
+        path.write_text("x")
+        error = fails(monkeypatch, capsys, "train", str(path))
+        assert f"{path}: not a .yaml file" in error
+        assert meant in error
+
+
+def test_a_published_option_and_the_same_setting_agree(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("oelm.training.run.run_training", lambda config: seen.append(config))
+    run("train", "--model_type", "oelm_v2", "method.arm=oelm", "--max_lr", "1e-3", "train.lr=0.001")
+    assert (seen[0].method.arm, seen[0].train.lr) == ("oelm", 1e-3)
+
+
+def test_a_study_that_was_never_run_is_not_begun(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "trial.yaml"
+    path.write_text(f"question: '?'\narms: {{baseline: {{}}}}\nbase: {{system: {{runs_dir: {tmp_path}}}}}\n")
+    for words in (["study", "status"], ["study", "watch"], ["report"]):
+        error = fails(monkeypatch, capsys, *words, str(path))
+        assert f"{path}: not begun" in error
+        assert f"oelm study run {path}" in error
+
+
+def test_prepare_train_and_sample(tmp_path, monkeypatch, capsys):
     corpus = write_corpus(tmp_path)
     words = words_for(corpus, tmp_path / "run")
     prepared = run("prepare", *[w for w in words if w.startswith(("data", "system.data_dir"))])
@@ -95,6 +136,20 @@ def test_prepare_train_and_sample(tmp_path):
     assert trained.splitlines()[-2].startswith("finished: best PPL")
     assert "frozen tensors unchanged" in run("verify", str(tmp_path / "run"))
     assert run("sample", str(tmp_path / "run"), "--prompt", "the cat", "--tokens", "8").startswith("the cat")
+    error = fails(monkeypatch, capsys, "predict", str(tmp_path / "run"), "--text", "x")
+    assert "is a language model, which knows no labels; say oelm sample" in error
+
+
+def test_a_classifier_predicts_and_does_not_sample(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    run("train", *task_words(write_encoder(tmp_path / "m"), write_task(tmp_path / "t"), folder, "train.epochs=1"))
+    answers = run("predict", str(folder), "--text", "good dog", "--text", "bad dog").splitlines()
+    assert [line.rpartition(": ")[2] for line in answers] == ["good dog", "bad dog"]
+    found = json.loads(run("predict", str(folder), "--text", "good dog", "-f", "json"))
+    assert set(found[0]["probabilities"]) == {"negative", "positive"}
+    assert f"is a classifier, which writes no text; say oelm predict {folder}" in fails(
+        monkeypatch, capsys, "sample", str(folder)
+    )
 
 
 def test_a_run_that_has_no_model_yet_and_a_run_folder_are_one_clear_line(tmp_path, monkeypatch, capsys):
@@ -146,6 +201,13 @@ def test_report_compares_with_another_arm_and_writes_nothing(tmp_path, monkeypat
     assert "oelm-r: not an arm of s; it has baseline, oelm" in error
     error = fails(monkeypatch, capsys, "report", str(folder), "--against", "oelm", "--check")
     assert "--against: prints only" in error
+
+
+def test_a_second_look_warns_about_its_own_comparisons(tmp_path):
+    fake_study(tmp_path / "s", search=False, seeds=2)
+    warning = run("report", str(tmp_path / "s"), "--against", "oelm-random").partition("Too few paired seeds")[2]
+    assert "baseline (2), oelm (2)" in warning
+    assert "oelm-random (2)" not in warning
 
 
 def test_the_studys_own_spelling_is_the_same_run(tmp_path, monkeypatch):

@@ -1,8 +1,13 @@
+import re
+
 import pytest
+from test_ground import ROOT
 
 from oelm.config import RunConfig, load_config
+from oelm.models.presets import PRESETS
 from oelm.settings import settings
-from oelm.study.plan import StudyConfig
+from oelm.study.plan import StudyConfig, search_runs
+from oelm.study.watch import read_study
 
 
 def write(tmp_path, text):
@@ -102,4 +107,54 @@ def test_a_null_in_place_of_a_default_is_part_of_the_id():
 
 def test_every_setting_is_explained():
     for root in (RunConfig, StudyConfig):
-        assert not [entry["key"] for entry in settings(root) if not entry["meaning"]]
+        for entry in settings(root):
+            assert len(entry["meaning"].split()) > 1, entry  # a word alone explains nothing
+            assert not re.search(r"\.py|likewise", entry["meaning"]), entry
+
+
+@pytest.mark.parametrize(
+    ("word", "read", "expected"),
+    [
+        ("task.text=text", lambda c: c.task.text, ["text"]),
+        ("task.labels=[0, 1]", lambda c: c.task.labels, ["0", "1"]),
+        ("task.labels=['no', 'yes']", lambda c: c.task.labels, ["no", "yes"]),
+        ("task.train=a.tsv", lambda c: c.task.train, "a.tsv"),
+        ("system.trackers=tensorboard", lambda c: c.system.trackers, ["tensorboard"]),
+    ],
+)
+def test_one_value_is_a_list_of_one_and_numbers_can_be_labels(word, read, expected):
+    assert read(load_config(None, ["task=own", word])) == expected
+
+
+def test_labels_that_yaml_takes_for_switches_are_named():
+    with pytest.raises(ValueError, match="task.labels: an unquoted yes, no, on or off is a switch .* put it in quotes"):
+        load_config(None, ["task=own", "task.labels=[no, yes]"])
+    study = {"name": "s", "question": "?", "arms": {"baseline": {}}, "seeds": 3, "lr": {"grid": 1e-3, "seeds": 9}}
+    read = StudyConfig.model_validate(study)
+    assert (read.seeds, read.lr.grid, read.lr.seeds) == ([3], [1e-3], [9])
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("lr=1e-3", "train.lr"), ("corpus=x", "data.corpus"), ("thread=2", None), ("modle=tiny", "model")],
+)
+def test_a_key_without_its_section_is_found(word, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'" if meant else "unknown key; known:"):
+        load_config(None, [word])
+
+
+def test_a_default_run_spends_less_than_two_percent_of_its_arithmetic_on_validation():
+    """A token costs a third in the forward pass alone."""
+    train, context = RunConfig().train, PRESETS[RunConfig().model.name]["context"]
+    evaluations = train.max_steps / train.eval_every
+    assert evaluations * train.eval_tokens / 3 < 0.02 * train.max_steps * train.batch_size * context
+
+
+@pytest.mark.parametrize("study", ["encoder-sst2", "arms-tinystories", "probe-recall"])
+def test_published_runs_keep_their_ids(study):
+    """A default that changes must not change what the runs already made are called."""
+    folder = ROOT / "results" / study
+    ids = {path.name.rpartition("-")[2] for path in folder.iterdir() if path.is_dir()}
+    planned = search_runs(read_study(folder))
+    assert planned
+    assert {cell.config.id for cell in planned} <= ids

@@ -8,7 +8,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from oelm import OelmConfig, apply_oelm
 from oelm.flops import count_flops
 from oelm.method.arms import ARMS
-from oelm.models.gpt import GPT, PRESETS, GPTConfig
+from oelm.models.gpt import GPT, GPTConfig
+from oelm.models.presets import PRESETS
 
 
 @pytest.mark.parametrize("arm", ["baseline", "oelm", "oelm-q", "oelm-slices"])

@@ -15,11 +15,13 @@ SRC = ROOT / "src" / "oelm"
 ROOMS = [
     "integrity",
     "method",
+    "validation",
     "config",
     "settings",
     "runtime",
     "record",
     "consistency",
+    "runs",
     "data",
     "models",
     "flops",
@@ -65,18 +67,32 @@ def test_the_method_needs_torch_alone():
     assert done.stdout.strip() == str(2 * (8 * 8 + 8))
 
 
-def test_help_imports_nothing_heavy():
+@pytest.mark.parametrize(
+    ("words", "avoided"),
+    [
+        (["--help"], ["torch", "transformers", "numpy", "scipy"]),
+        (["ls"], ["torch", "transformers", "scipy"]),
+        (["ls", "settings"], ["torch", "transformers", "scipy"]),
+        (
+            ["study", "plan", str(ROOT / "configs" / "quickstart.yaml")],
+            ["torch", "transformers", "scipy.stats", "statsmodels"],
+        ),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_quick_answer_imports_nothing_heavy(words, avoided):
     code = (
-        "import sys\nfrom oelm.cli import main\nsys.argv = ['oelm', '--help']\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print([m for m in ('torch', 'transformers', 'numpy', 'scipy') if m in sys.modules])"
+        f"import sys\nfrom oelm.cli import main\nsys.argv = ['oelm', *{words}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print([m for m in {avoided} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("[]")
 
 
-def test_the_tree_in_the_readme_is_the_tree_on_disk():
-    block = re.search(r"```text\n(src/oelm/.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_tree_in_the_documents_is_the_tree_on_disk():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    block = re.search(r"```text\n(src/oelm/.*?)```", text, re.DOTALL)
     assert block
     listed, stack = set(), {}
     for line in block[1].splitlines():
@@ -96,3 +112,17 @@ def test_the_first_example_of_the_readme_prints_what_it_says():
     assert len([line for line in code.splitlines() if line]) == 5
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == output.strip()
+
+
+def test_the_rooms_in_the_readme_are_rooms():
+    block = re.search(r"```text\n(src/oelm/.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    rooms = [line.split()[0].removesuffix("/") for line in block[1].splitlines()[1:]]
+    assert rooms == [room for room in ROOMS if (SRC / room).is_dir()]
+
+
+def test_the_study_needs_no_development_tools():
+    done = subprocess.run(
+        ["make", "-n", "study", "VENV=/nowhere/fresh"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "pip install" in done.stdout
+    assert "dev" not in done.stdout.replace("/dev", "")

@@ -1,7 +1,13 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from oelm.runtime import choose_precision, environment, measure_peak, peak_memory
+from oelm.runtime import choose_precision, datasheet_peak, environment, measure_peak, peak_memory
 
 CPU = torch.device("cpu")
 
@@ -27,3 +33,32 @@ def test_the_peak_is_a_plausible_speed():
 
 def test_memory_is_counted_in_bytes():
     assert 5e7 < peak_memory(CPU) < 1e12
+
+
+def test_the_threads_that_the_environment_asks_for_are_used_and_recorded(tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nsys.path.insert(0, sys.argv[2])\n"
+        "from tiny import tiny_config, write_corpus\n"
+        "from oelm.training.run import run_training\nplace = Path(sys.argv[1])\n"
+        "config = tiny_config(write_corpus(place), place / 'run', 'system.threads=null', 'train.max_steps=6')\n"
+        "print(run_training(config, quiet=True)['environment']['threads'])"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    for wanted in ("1", str(min(2, os.cpu_count()))):
+        done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": wanted})
+        assert done.stdout.split()[-1:] == [wanted], done.stderr
+        shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 495e12), ("Tesla V100-SXM2-16GB", "bf16", None), ("NVIDIA L40", "fp32", None),
+        ("NVIDIA A1000", "fp32", None), ("NVIDIA L4", "fp32", 30.3e12),
+    ],
+)  # fmt: skip
+def test_a_known_device_has_its_datasheets_peak(monkeypatch, name, precision, peak):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    assert datasheet_peak(torch.device("cuda"), precision) == peak
+    assert datasheet_peak(CPU, precision) is None

@@ -10,13 +10,14 @@ SETTINGS = [
     "model=tiny", "model.d_model=32", "model.n_layer=2", "model.context=32", "data.tokenizer=bpe:300",
     "data.val_fraction=0.2", "train.max_steps=20", "train.batch_size=4", "train.warmup_steps=5",
     "train.eval_every=10", "train.eval_tokens=500", "system.threads=1", "system.log_every=5",
+    "system.keep=all",
 ]  # fmt: skip
 
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "good", "bad", "fine", "poor"]
 TASK_SETTINGS = [
     "task=sst2", "task.max_length=16", "train.epochs=2", "train.batch_size=8", "train.eval_every=10", "train.lr=3e-3",
-    "train.warmup_steps=2", "system.threads=1", "system.log_every=5",
+    "train.warmup_steps=2", "system.threads=1", "system.log_every=5", "system.keep=all",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .method.surgery import OelmReport, apply_oelm
     from .method.verify import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["OelmConfig", "OelmReport", "apply_oelm", "verify"]
 
 _HOME = {"OelmConfig": "arms", "OelmReport": "surgery", "apply_oelm": "surgery", "verify": "verify"}

@@ -7,9 +7,7 @@ Precedence: the defaults below, then the file, then the words. A section may be 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
@@ -27,12 +25,13 @@ from pydantic import (
 
 from .integrity import content_id
 from .method.names import ALIASES
+from .validation import as_list, validation_line
 
 if TYPE_CHECKING:
     from .method.arms import OelmConfig
 
-
 InitStd = Annotated[float, Field(gt=0)] | Literal["width"]
+Compiling = Literal["default", "max-autotune", "reduce-overhead"]
 Corpus = Annotated[str, AfterValidator(lambda name: os.path.normpath(name) if "/" in name else name)]
 
 
@@ -57,10 +56,12 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`lr: true` would be 1.0. Numbers in quotes stay welcome: YAML reads 1e-4 as text."""
+    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        """`lr: true` would be 1.0. Numbers in quotes stay welcome: YAML reads 1e-4 as text. One is a list of one."""
         assert info.field_name
-        wanted = _kinds(cls.model_fields[info.field_name].annotation)
+        annotation = cls.model_fields[info.field_name].annotation
+        value = as_list(value, annotation)
+        wanted = _kinds(annotation)
         if wanted & {int, float} and not wanted & {bool, Any} and _holds_bool(value):
             raise ValueError("expected a number")
         return value
@@ -70,22 +71,23 @@ class ModelConfig(Section):
     """Which model. Shape fields left out come from the preset; they apply to our GPT only."""
 
     name: str = "small"  # a preset of ours, a Hugging Face name, or a folder with config.json
-    n_layer: int | None = Field(None, gt=0)  # layers
-    n_head: int | None = Field(None, gt=0)  # heads of a layer
+    n_layer: int | None = Field(None, gt=0)  # number of layers
+    n_head: int | None = Field(None, gt=0)  # attention heads of a layer
     d_model: int | None = Field(None, gt=0)  # width of the residual stream
     d_ff: int | None = Field(None, gt=0)  # width inside the feed-forward part; default: 4 x d_model
     context: int | None = Field(None, gt=0)  # tokens that a training sequence has and the model can see
-    vocab_size: int | None = Field(None, gt=0)  # default: the tokenizer's
-    positions: Literal["learned", "rotary", "relative"] | None = None  # learned, rotary, relative (a bias as well)
+    vocab_size: int | None = Field(None, gt=0)  # rows of the token table; default: the tokenizer's
+    positions: Literal["learned", "rotary", "relative"] | None = None  # relative: a bias on top of learned ones
     qk_norm: bool | None = None  # RMS-normalise queries and keys
-    bias: bool | None = None  # of the linear layers and of the layer norms
-    init_std: InitStd | None = None  # of the weights at the start: a number, or width for 1/sqrt(d_model)
+    bias: bool | None = None  # whether linear layers and layer norms have a bias
+    init_std: InitStd | None = None  # spread of the weights at the start: a number, or width for 1/sqrt(d_model)
+    dtype: Literal["fp32", "bf16"] | None = None  # of pretrained weights in memory; default: fp32, however stored
 
 
 class MethodConfig(Section):
     """Which arm, and single fields of OelmConfig replaced (see oelm.method.arms for their meaning)."""
 
-    arm: Annotated[str, AfterValidator(lambda name: ALIASES.get(name, name))] = "oelm"  # a name, see `oelm ls`
+    arm: Annotated[str, AfterValidator(lambda name: ALIASES.get(name, name))] = "oelm"  # the arm's name, see `oelm ls`
     init: str | dict[str, str] | None = None
     gain: float | dict[str, float] | None = None
     offset: float | dict[str, float] | None = None
@@ -99,8 +101,8 @@ class MethodConfig(Section):
     correction: Literal["lora", "oft", "blocks"] | None = None
     rank: int | float | None = None
     block: int | None = None
-    schedule: dict[str, Any] | None = None  # kind, start, end, order, project: see docs/method.md
-    seed: int | None = None  # of the frames; default: init_seed
+    schedule: dict[str, Any] | None = None  # {kind, start, end, order, project}: see docs/method.md
+    seed: int | None = None  # seed of the frames; default: init_seed
 
     def oelm(self, init_seed: int) -> OelmConfig:
         from .method.arms import OelmConfig  # here, so that reading a config needs no torch
@@ -116,29 +118,29 @@ class MethodConfig(Section):
 class DataConfig(Section):
     """Which text, cut how."""
 
-    corpus: Corpus = "stdlib"  # a name from `oelm ls`, or files: a path, a folder or a glob
-    revision: str | None = None  # of a hub corpus; default: the pinned one
+    corpus: Corpus = "stdlib"  # texts: a name from `oelm ls`, or your files: a path, a folder or a glob
+    revision: str | None = None  # version of a hub corpus; default: the pinned one
     tokenizer: str = "bpe:4096"  # gpt2, bpe:<size> (trained on the corpus), bytes, or a path
-    val_fraction: float = Field(0.01, gt=0, lt=1)  # of the documents, where the corpus has no validation split
-    test_fraction: float | None = Field(None, gt=0, lt=1)  # likewise for a test split, measured once; default: none
+    val_fraction: float = Field(0.01, gt=0, lt=1)  # documents held out where there is no validation split
+    test_fraction: float | None = Field(None, gt=0, lt=1)  # documents for a test split, measured once; default: none
 
 
 class TaskConfig(Section):
     """Which labelled texts to fine-tune on. A run without this section is a language model's."""
 
-    name: str  # from `oelm ls`, or `own`: files, columns and labels given below
+    name: str  # labelled texts: a name from `oelm ls`, or `own`, which needs the files, columns and labels below
     path: str | None = None  # folder with local files in the task's own layout; default: the hub
-    revision: str | None = None  # on the hub; default: the pinned one
-    language: str | None = None  # of xnli; default: en
-    train: str | list[str] | None = None  # files, instead of those found in `path`: .tsv .csv .jsonl .parquet [.xz .gz]
-    validation: str | list[str] | None = None  # likewise: chooses the best model
-    test: str | list[str] | None = None  # likewise: measured once, at the end
-    text: list[str] | None = Field(None, min_length=1, max_length=2)  # columns of the text, or of the pair
+    revision: str | None = None  # version on the hub; default: the pinned one
+    language: str | None = None  # which of the languages of xnli; default: en
+    train: str | list[str] | None = None  # files, instead of those in `path`: .tsv .csv .jsonl .parquet [.xz .gz]
+    validation: str | list[str] | None = None  # files that choose the best model
+    test: str | list[str] | None = None  # files measured once, at the end
+    text: list[str] | None = Field(None, min_length=1, max_length=2)  # column of the text, or both of a pair
     label: str | None = None  # column of the label
-    labels: list[str] | None = Field(None, min_length=2)  # its values, in the order of the class numbers
-    style: Literal["classify", "text"] = "classify"  # text: an encoder-decoder that writes the label's name
-    max_length: int = Field(128, ge=4)  # tokens; longer texts are cut and counted
-    train_examples: int | None = Field(None, ge=1)  # a fixed subset, the same for every seed and arm
+    labels: list[str] | None = Field(None, min_length=2)  # its values, in the order of the classes
+    style: Literal["classify", "text"] = "classify"  # text: an encoder-decoder writes the label's name
+    max_length: int = Field(128, ge=4)  # tokens of a text; longer ones are cut and counted
+    train_examples: int | None = Field(None, ge=1)  # train on so many, the same for every seed and arm; default: all
 
 
 DECAY_SHARE = 0.2  # of a wsd run, where the config says nothing
@@ -147,26 +149,26 @@ DECAY_SHARE = 0.2  # of a wsd run, where the config says nothing
 class TrainConfig(Section):
     """How to train."""
 
-    max_steps: int | None = Field(None, ge=1)  # left out: 1000, or what `epochs` makes
-    epochs: float | None = Field(None, gt=0)  # of a task, in place of max_steps
-    max_tokens: int | None = Field(None, ge=1)  # ends earlier, at a whole step
-    max_time: float | None = Field(None, gt=0)  # seconds of training, evaluation and checkpoints not counted
+    max_steps: int | None = Field(None, ge=1)  # optimizer steps; default: 1000, or what `epochs` makes
+    epochs: float | None = Field(None, gt=0)  # passes over a task's training texts, in place of max_steps
+    max_tokens: int | None = Field(None, ge=1)  # end after so many tokens, at a whole step
+    max_time: float | None = Field(None, gt=0)  # end after so many seconds; evaluation and checkpoints do not count
     batch_size: int = Field(16, ge=1)  # sequences per step, over all processes together
-    accumulate: int = Field(1, ge=1)  # cut the batch into this many micro-batches
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the layers, AdamW for the rest
-    lr: float = Field(1e-3, gt=0)  # the peak, reached after the warm-up
-    decay: Literal["cosine", "linear", "wsd"] | None = None  # after the warm-up; left out: cosine; wsd: stays up first
-    decay_share: float | None = Field(None, gt=0, le=1)  # of a wsd run: its last part, in which lr falls; left out: 0.2
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)  # the decay's floor, as a share of lr
-    warmup_steps: int | None = Field(None, ge=0)  # left out: 100, or a tenth of a shorter run
-    weight_decay: float = Field(0.1, ge=0)  # on matrices only
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    clip: float | None = Field(1.0, gt=0)  # the gradient's norm; null: do not
+    accumulate: int = Field(1, ge=1)  # cut the batch into this many parts, one after the other, to save memory
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices inside the layers, else AdamW
+    lr: float = Field(1e-3, gt=0)  # the highest learning rate, reached after the warm-up
+    decay: Literal["cosine", "linear", "wsd"] | None = None  # how lr falls; wsd: stays up first; default: cosine
+    decay_share: float | None = Field(None, gt=0, le=1)  # last part of a wsd run, in which lr falls; default: 0.2
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)  # where the decay ends, as a share of lr
+    warmup_steps: int | None = Field(None, ge=0)  # steps until lr is reached; default: 100, or a tenth of a shorter run
+    weight_decay: float = Field(0.1, ge=0)  # pull of the matrices towards zero; norms and biases have none
+    betas: tuple[float, float] = (0.9, 0.95)  # memory of AdamW's two averages
+    clip: float | None = Field(1.0, gt=0)  # largest norm of the gradient; null: no limit
     layer_lr_decay: float = Field(1.0, gt=0, le=1)  # each layer below the top learns at this share of the one above
-    vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple
-    eval_every: int = Field(200, ge=1)  # steps; also at the end
-    eval_tokens: int | None = Field(100_000, ge=1)  # of the validation split; null: all of it
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 where a GPU has it, else fp32
+    vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple of lr
+    eval_every: int = Field(200, ge=1)  # steps between evaluations; there is one at the end too
+    eval_tokens: int | None = Field(20_000, ge=1)  # tokens of the validation split to measure on; null: all of it
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where a GPU has it, else fp32
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -197,35 +199,39 @@ class TrainConfig(Section):
 class SystemConfig(Section):
     """What changes the speed, the place or the noise on screen, never the numbers: not part of a run's id."""
 
-    data_dir: str = "data"  # prepared tokens live below it
-    runs_dir: str = "runs"  # run folders live below it, unless `out` names one
-    threads: int | None = Field(None, ge=1)  # CPU threads; default: all cores
-    workers: int | None = Field(None, ge=1)  # processes that tokenise; default: all cores
-    compile: bool = False  # the model, by torch.compile
-    checkpoint_every: int | None = Field(None, ge=1)  # steps; default: at every evaluation
-    checkpoint_seconds: float | None = Field(None, gt=0)  # also whenever so much time has passed
-    log_every: int = Field(10, ge=1)  # steps
-    trackers: list[str] = []  # tensorboard, wandb, mlflow, ...: any of Accelerate's
+    data_dir: str = "data"  # folder for prepared tokens
+    runs_dir: str = "runs"  # folder for run folders, unless `out` names one
+    threads: int | None = Field(None, ge=1)  # CPU threads of a run; default: OMP_NUM_THREADS, else all cores
+    workers: int | None = Field(None, ge=1)  # processes that tokenise; default: one for each core
+    compile: bool | Compiling = False  # each layer by torch.compile: true, default, max-autotune, reduce-overhead
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
+    deterministic: bool = False  # bits that repeat on CUDA too, slower; an error where a kernel cannot
+    checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; default: at every evaluation
+    checkpoint_seconds: float | None = Field(None, gt=0)  # seconds between checkpoints, besides
+    keep: Literal["best", "last", "all"] = "best"  # a finished run's best model; and last/; and previous/
+    log_every: int = Field(10, ge=1)  # steps between lines of metrics.jsonl
+    trackers: list[str] = []  # where to log besides: tensorboard, wandb, mlflow, ... as Accelerate knows them
 
 
 # What a run with a task has where it says nothing: the habits of encoder fine-tuning.
 FINE_TUNING: dict[str, dict[str, Any]] = {
     "model": {"name": "minilm-l6"},
-    "train": {"lr": 5e-5, "decay": "linear", "min_lr_ratio": 0.0, "weight_decay": 0.01, "betas": (0.9, 0.999)},
-}
+    "train": {"lr": 5e-5, "decay": "linear", "min_lr_ratio": 0.0, "weight_decay": 0.01, "betas": (0.9, 0.999),
+              "eval_tokens": 100_000},  # not read, but part of the ids of all runs made so far
+}  # fmt: skip
 
 
 class RunConfig(Section):
     """One run."""
 
-    name: str = "run"  # of the run folder, before its id
+    name: str = "run"  # first part of the run folder's name, before the id
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     data: DataConfig = DataConfig()  # of a language model
     task: TaskConfig | None = None  # of a classifier
     train: TrainConfig = TrainConfig()
-    init_seed: int = Field(0, ge=0, lt=2**31)  # of weights and frames
-    data_seed: int = Field(0, ge=0, lt=2**31)  # of the order of the batches
+    init_seed: int = Field(0, ge=0, lt=2**31)  # seed of the weights and frames
+    data_seed: int = Field(0, ge=0, lt=2**31)  # seed of the order of the batches
     out: str | None = None  # the run folder; default: runs_dir/<name>-<id>
     system: SystemConfig = SystemConfig()
 
@@ -346,53 +352,3 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
 
 def _expand(raw: dict[str, Any]) -> dict[str, Any]:
     return {k: {MAIN_FIELD[k]: v} if isinstance(v, str) and k in MAIN_FIELD else v for k, v in raw.items()}
-
-
-def validation_line(error: ValidationError, root: type[BaseModel], source: str = "") -> str:
-    """The first problem of a config, in the user's own spelling; a misspelt key before the one that it leaves out."""
-    found = error.errors()
-    first = next((problem for problem in found if problem["type"] == "extra_forbidden"), found[0])
-    path = _user_path(root, [str(part) for part in first["loc"]])
-    where = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        known = _keys_at(root, path[:-1])
-        near = get_close_matches(path[-1], known, n=1)
-        hint = f"did you mean {'.'.join([*path[:-1], near[0]])!r}?" if near else f"known: {', '.join(known)}"
-        message = f"{where}: unknown key; {hint}"
-    else:
-        given = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
-        text = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
-        names_field = re.match(r"[a-z_.]+: ", text)  # our own validators do
-        where = f"{where}." if where and names_field else f"{where}: " if where else ""
-        message = f"{where}{text if names_field else text[0].lower() + text[1:]}{given}"
-    return f"{source}: {message}" if source else message
-
-
-def _user_path(section: type[BaseModel], loc: list[str]) -> list[str]:
-    """Where a problem is, without the names pydantic gives to the alternatives of a field's type."""
-    path: list[str] = []
-    for part in loc:
-        path.append(part)
-        inner = section_of(section, part)
-        if inner is None:
-            break
-        section = inner
-    return path
-
-
-def _keys_at(section: type[BaseModel], path: list[str]) -> list[str]:
-    for part in path:
-        inner = section_of(section, part)
-        if inner is None:
-            return []
-        section = inner
-    return list(section.model_fields)
-
-
-def section_of(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The section that a key holds, also where it may be left out (`X | None`)."""
-    annotation = parent.model_fields[key].annotation if key in parent.model_fields else None
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None

@@ -127,14 +127,15 @@ def probe_run(folder: Path, sequences: int) -> Probed:
 
 @torch.no_grad()
 def look(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention weights (L, B, H, T, T) and logits (B, T, V)."""
+    """Attention weights (L, B, H, T, T) and logits (B, T, V), on the CPU wherever the model is."""
+    device = next((p.device for p in model.parameters()), ids.device)
     with AttentionMaps() as attention:
-        logits = model.eval()(input_ids=ids, use_cache=False).logits
+        logits = model.eval()(input_ids=ids.to(device), use_cache=False).logits
     layers = model.config.num_hidden_layers  # type: ignore[union-attr]
     if len(attention.maps) != layers:
         name = type(model).__name__
         raise ValueError(f"{name}: {len(attention.maps)} of {layers} layers use torch's attention; it cannot be probed")
-    return torch.stack(attention.maps), logits
+    return torch.stack(attention.maps).cpu(), logits.cpu()
 
 
 def text_scores(model: nn.Module, ids: Tensor) -> Scores:

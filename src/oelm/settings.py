@@ -7,7 +7,8 @@ import re
 
 from pydantic import BaseModel
 
-from .config import FINE_TUNING, MethodConfig, ModelConfig, RunConfig, section_of
+from .config import FINE_TUNING, MethodConfig, ModelConfig, RunConfig
+from .validation import section_of
 
 
 def settings(root: type[BaseModel]) -> list[dict[str, str]]:

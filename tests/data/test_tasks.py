@@ -200,3 +200,12 @@ def test_the_table_is_whole():
         assert describe(TaskConfig(name=name)) is known
         assert {"train", "validation"} <= set(known.splits)
         assert len(known.revision) == 40
+
+
+def test_a_file_without_a_header_is_called_that(tmp_path):
+    headerless = write(tmp_path / "train.tsv", "a very good film\t1\na dull film\t0\n")
+    with pytest.raises(ValueError, match=r"train.tsv: has no header \(line 1 is: a very good film \| 1\); put a line"):
+        load_task(TaskConfig(name="sst2", path=str(tmp_path), validation=str(headerless)))
+    other = write(tmp_path / "train.tsv", "review\tstars\na very good film\t1\n")
+    with pytest.raises(ValueError, match="needs the columns sentence, label; has review, stars"):
+        load_task(TaskConfig(name="sst2", path=str(tmp_path), validation=str(other)))

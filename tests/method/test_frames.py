@@ -3,7 +3,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from oelm.method.frames import KINDS, ORTHONORMAL, make_frame, orthogonality_error
+from oelm.method.frames import ORTHONORMAL, make_frame, orthogonality_error
+from oelm.method.names import KINDS
 
 DRAWN = sorted(set(KINDS) - {"keep"})
 

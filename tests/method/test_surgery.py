@@ -14,7 +14,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from oelm import OelmConfig, apply_oelm, verify
 from oelm.method.arms import ARMS
-from oelm.models.gpt import GPT, PRESETS, GPTConfig
+from oelm.models.gpt import GPT, GPTConfig
+from oelm.models.presets import PRESETS
 
 
 def train(model, loss, steps=5):

@@ -3,7 +3,8 @@ import torch
 from architectures import build
 
 from oelm.config import ModelConfig
-from oelm.models.build import FROM_CONFIG, build_for_inspection, build_gpt
+from oelm.models.build import build_for_inspection, build_gpt
+from oelm.models.presets import FROM_CONFIG
 
 
 def test_the_start_of_the_weights_is_a_number_or_follows_the_width():
@@ -70,3 +71,8 @@ def test_errors_say_what_is_known(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
     with pytest.raises(ValueError, match="bert-base-uncasd: neither .* did you mean 'bert-base-uncased'"):
         build_for_inspection("bert-base-uncasd")
+
+
+def test_our_gpt_has_one_kind_of_weights():
+    with pytest.raises(ValueError, match="model.dtype: is for pretrained weights"):
+        build_gpt(ModelConfig(name="tiny", dtype="bf16"), 97, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import write_encoder
-from transformers import AutoTokenizer, BertConfig, GPT2Config, T5Config
+from transformers import AutoTokenizer, BertConfig, BertModel, GPT2Config, T5Config
 
 from oelm.config import ModelConfig
 from oelm.models.classifiers import build_classifier, check_fit, load_tokenizer, source_of
@@ -33,6 +33,16 @@ def test_the_body_is_pretrained_and_the_head_a_function_of_the_seed(encoder):
     assert torch.equal(a.classifier.weight, b.classifier.weight)
     assert not torch.equal(a.classifier.weight, c.classifier.weight)
     assert a.config.id2label == {0: "no", 1: "maybe", 2: "yes"}
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_half_precision_weights_are_trained_in_fp32_unless_asked_otherwise(encoder, tmp_path, stored):
+    folder = shutil.copytree(encoder, tmp_path / "half")
+    BertModel.from_pretrained(folder).to(stored).save_pretrained(folder)
+    assert load_file(folder / "model.safetensors")["pooler.dense.weight"].dtype is stored
+    assert {p.dtype for p in build(folder).parameters()} == {torch.float32}
+    asked = build_classifier(ModelConfig(name=str(folder), dtype="bf16"), LABELS, 0)
+    assert {p.dtype for p in asked.parameters()} == {torch.bfloat16}
 
 
 def test_bert_base_has_the_published_size():

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from oelm.models.gpt import BUCKETS, FARTHEST, GPT, POSITIONS, PRESETS, GPTConfig, distance_buckets
+from oelm.models.gpt import BUCKETS, FARTHEST, GPT, POSITIONS, GPTConfig, distance_buckets
+from oelm.models.presets import PRESETS
 
 VOCAB = 97
 

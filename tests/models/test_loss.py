@@ -72,3 +72,38 @@ def test_a_second_backward_says_why_it_cannot():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="first backward has consumed"):
         loss.backward()
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize("tokens", [5, 2 * CHUNK + 7])
+def test_in_half_precision_it_is_the_plain_one_to_the_digits_that_are_left(dtype, within, tokens):
+    x, weight, targets = parts(tokens)
+    targets[: tokens // 3] = IGNORE
+    expected = F.cross_entropy(x @ weight.T, targets)
+    wanted = torch.autograd.grad(expected, (x, weight))
+    with torch.autocast("cpu", dtype):
+        loss = chunked_loss(x, weight, targets)
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss, expected, rtol=within, atol=0)
+    for found, plain in zip(torch.autograd.grad(loss, (x, weight)), wanted, strict=True):
+        assert found.dtype is torch.float32
+        assert (found - plain).norm() < within * plain.norm()
+
+
+def test_small_gradients_survive_fp16_as_the_scaler_means_them_to():
+    x, weight, targets = parts(4 * CHUNK)
+    wanted = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets), x)[0]
+    with torch.autocast("cpu", torch.float16):
+        loss = chunked_loss(x, weight, targets)
+    found = torch.autograd.grad(2.0**16 * loss, x)[0] / 2.0**16
+    assert ((found == 0) & (wanted != 0)).float().mean() < 1e-3
+    assert (found - wanted).norm() < 4e-3 * wanted.norm()
+
+
+def test_a_second_backward_in_half_precision_says_why_it_cannot():
+    x, weight, targets = parts(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_loss(x, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="first backward has consumed"):
+        loss.backward()

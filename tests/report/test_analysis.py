@@ -486,3 +486,58 @@ def test_a_missing_key_of_an_environment_is_unknown_and_not_the_end_of_the_repor
     assert "Processor: unknown, 8 cores" in text
     assert "Processor: unknown, unknown cores" in text
     assert "Source: unknown" in text
+
+
+def test_runs_with_other_numbers_of_threads_and_added_seeds_are_warned_about(tmp_path):
+    fake_study(tmp_path / "s", search=False, seeds=6, extension=[20, 21])
+    assert "Extended: seeds 20, 21 were added after" in warnings(tmp_path / "s")
+    assert "CPU threads" not in warnings(tmp_path / "s")
+    path = next((tmp_path / "s").glob("oelm-q-*/run.json"))
+    record = json.loads(path.read_text())
+    record["environment"]["threads"] = 4
+    path.write_text(json.dumps(record))
+    assert "The runs had 1 or 4 CPU threads" in warnings(tmp_path / "s")
+
+
+def warnings(folder):
+    return "\n".join(notice.text for notice in notices(analyse(folder)) if notice.weight == "warning")
+
+
+def test_the_interval_that_decides_stands_beside_the_verdict(tmp_path):
+    fake_study(tmp_path / "s", search=False)
+    found = analyse(tmp_path / "s")
+    arm = next(arm for arm in found.settings[0].arms if arm.name == "oelm-random")
+    c = arm.comparison
+    assert c.level > 0.95  # three comparisons, corrected
+    assert c.decides.low < c.paired.t.low < c.paired.t.high < c.decides.high
+    low, high = (math.exp(end) for end in c.decides)
+    line = next(line for line in verdict_lines(found).splitlines() if line.startswith("oelm-random"))
+    assert f"by [{low:.3f}, {high:.3f}], {c.level:.1%}" in line
+    fake_study(tmp_path / "t", search=False, decide={"correction": "none"})
+    assert "(by [" not in verdict_lines(analyse(tmp_path / "t"))  # the same interval twice says nothing
+
+
+def test_a_timing_of_another_shape_is_left_out_with_the_command_for_the_right_one(tmp_path):
+    fake_study(tmp_path / "s", search=False)
+    arms = {arm: {"median_step": 0.02, "ratio": 0.9, "interval": [0.88, 0.92], "ceiling": 0.05} for arm in COST}
+    shape = {"model": {"name": "small"}, "vocab_size": 4096, "batch_size": 16, "context": 128}
+
+    def write(**changes):
+        bench = {"reference": "baseline", "arms": arms, "shape": shape | changes}
+        (tmp_path / "s" / "bench.json").write_text(json.dumps(bench))
+        return analyse(tmp_path / "s")
+
+    assert write().bench is not None
+    for changes in ({"batch_size": 8}, {"model": {"name": "small", "positions": "relative"}}):
+        found = write(**changes)
+        assert found.bench is None
+        text = "\n".join(notice.text for notice in notices(found))
+        assert "bench.json was timed with another shape" in text
+        assert "oelm bench step --arms baseline,oelm,oelm-random,oelm-q model=small train.batch_size=16" in text
+
+
+def test_claims_of_the_published_record_stand_where_its_rows_are_repeated_and_nowhere_else(tmp_path):
+    fake_study(tmp_path / "own", search=False)
+    assert "cannot stand" not in markdown(content(analyse(tmp_path / "own")))
+    fake_study(tmp_path / "repeats", search=False, published={"oelm": "GPT-02"})
+    assert "cannot stand" in markdown(content(analyse(tmp_path / "repeats")))

@@ -1,5 +1,6 @@
 """The written report: self-contained, the same in every format, and checked against the records."""
 
+import csv
 import json
 import re
 import shutil
@@ -238,3 +239,21 @@ def test_a_thousand_runs_take_seconds_and_no_more_memory(tmp_path):
         measured[name] = [float(word) for word in done.stdout.split()]
     assert measured["many"][0] < 30
     assert measured["many"][1] - measured["few"][1] < 60  # MiB, for four times as many runs
+
+
+def test_every_number_can_be_had_as_a_table_and_as_json(tmp_path):
+    fake_study(tmp_path / "s", seeds=6)
+    page, table, facts = (tmp_path / name for name in ("r.html", "r.csv", "r.json"))
+    analysis = write_report(tmp_path / "s", page, csv=table, json=facts)
+    found = json.loads(facts.read_text())
+    assert found["verdict"].startswith("Within the margin: oelm")
+    numbers = {entry["key"]: entry for entry in found["numbers"]}
+    assert len(numbers) == len(found["numbers"]) == len(set(re.findall(r'data-k="([^"]+)"', page.read_text())))
+    arm = next(arm for arm in analysis.settings[0].arms if arm.name == "oelm-q")
+    ratio = next(e for e in found["numbers"] if (e["table"], e["row"], e["column"]) == ("Arms", "oelm-q", "PPL ratio"))
+    assert ratio["value"] == arm.comparison.paired.ratio
+    assert sorted(ratio["runs"]) == sorted(arm.comparison.runs)
+    rows = list(csv.DictReader(table.open()))
+    assert [row["key"] for row in rows] == [entry["key"] for entry in found["numbers"]]
+    assert all(float(row["value"]) == numbers[row["key"]]["value"] for row in rows)
+    assert {run for row in rows for run in row["runs"].split()} == {run.id for run in analysis.runs()}

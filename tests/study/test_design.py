@@ -8,8 +8,12 @@ from rich.console import Console
 from study.test_watch import finish, make_study
 from study.trial import STUDY
 
+from oelm.config import load_config
+from oelm.method.arms import ARMS
+from oelm.models.counts import gpt_counts
+from oelm.models.presets import vocabulary
 from oelm.record import record_text
-from oelm.study.design import describe, design_table
+from oelm.study.design import built_counts, counts_of, describe, design_table
 from oelm.study.plan import comparison_runs
 
 
@@ -78,3 +82,85 @@ def test_time_is_estimated_from_arithmetic_and_then_from_finished_runs(tmp_path)
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(design_table(then))
     assert "2 runs at once: about" in console.export_text()
+
+
+SHAPES = {
+    "learned": [],
+    "rotary, normalised": ["model.positions=rotary", "model.qk_norm=true"],
+    "relative, with biases, odd widths": [
+        "model.positions=relative",
+        "model.bias=true",
+        "model.d_ff=100",
+        "model.n_layer=3",
+    ],
+}
+
+
+def arithmetic(config):
+    return gpt_counts(config.model, vocabulary(config.data.tokenizer), config.method.oelm(0))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("arm", ARMS)
+def test_counts_by_arithmetic_are_those_of_the_model(arm, shape):
+    """An arm that the arithmetic does not know (a schedule's) goes to the model; one that it knows must be exact."""
+    if arm == "oelm-temperature" and "normalised" in shape:
+        pytest.skip("a temperature has no effect there, and surgery refuses it")
+    words = ["model=tiny", "data.tokenizer=bpe:300", f"method={arm}", "train.max_steps=50", *SHAPES[shape]]
+    config = load_config(None, words)
+    found = arithmetic(config)
+    assert (found is None) == (config.method.oelm(0).schedule is not None)
+    assert counts_of(config) == built_counts(config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method.layers_to_transform=every 2nd"],
+        ["method.layers_to_transform=[0, 2]"],
+        ["method=oelm-lora", "method.rank=3", "method.layers_to_transform=1"],
+        ["method=oelm-oft", "method.block=16", "model.bias=true"],
+        ["method=oelm-slices", "method.temperature=true", "method.input_gains=true"],
+        ["method.init={q: identity, k: headwise}", "method.freeze=k"],
+        ["method=oelm-trainable", "model.vocab_size=999"],
+    ],
+)
+def test_counts_by_arithmetic_hold_for_fields_too(words):
+    config = load_config(None, ["model=tiny", "model.n_layer=3", "data.tokenizer=bytes", *words])
+    assert arithmetic(config) == built_counts(config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method.layers_to_transform=[7]"],
+        ["method.layers_to_transform=all but the last 2"],
+        ["model.n_head=3"],
+        ["model.vocab_size=10"],
+        ["method=oelm-lora", "method.rank=64"],
+        ["method=oelm-oft", "method.block=48"],
+        ["model.qk_norm=true", "method.temperature=true"],
+        ["model.n_head=64", "model.positions=rotary"],
+    ],
+)
+def test_what_the_model_refuses_arithmetic_does_not_count(words):
+    config = load_config(None, ["model=tiny", *words])
+    assert arithmetic(config) is None
+    with pytest.raises(ValueError, match=":"):
+        counts_of(config)
+
+
+def test_a_target_of_its_own_is_counted_by_the_model():
+    config = load_config(None, ["model=tiny", "method.exclude_modules=blocks.0.attn"])
+    assert arithmetic(config) is None
+    assert counts_of(config).trainable == built_counts(config).trainable
+
+
+def test_a_begun_studys_plan_uses_the_spread_that_was_measured(tmp_path):
+    study = make_study(tmp_path, seeds=[0, 1, 2])
+    assert "sd 0.01 nats (an assumption)" in describe(study).notes[-1]
+    for cell in comparison_runs(study, {}):
+        finish(cell, loss=2.0 + cell.seed + (0.1 * cell.seed if cell.group.arm == "oelm" else 0.0))
+    design = describe(study)
+    assert "sd 0.1 nats (as measured on 3 pairs of this study)" in design.notes[-1]  # differences 0, 0.1, 0.2
+    assert design.detectable == pytest.approx(10 * describe(study, sd=0.01).detectable)

@@ -13,7 +13,7 @@ import yaml
 from tiny import write_corpus
 
 from oelm.record import evaluations, read_metrics, read_run
-from oelm.study.execute import GpuClaims, pick_gpu, run_local, run_study, share_cores
+from oelm.study.execute import run_local, run_study, share_cores
 from oelm.study.plan import Execution, comparison_runs, load_study, search_runs
 from oelm.study.watch import look, planned
 
@@ -112,7 +112,12 @@ def test_data_that_cannot_be_prepared_is_one_error_not_one_for_each_run(study_fi
     study = load_study(study_file(), [f"base.data.corpus={tmp_path / 'nowhere.txt'}"])
     with pytest.raises(FileNotFoundError, match="nowhere.txt: no such file"):
         run_study(study, say=lambda _: None)
-    assert not any(cell.folder.exists() for cell in comparison_runs(study, {}))
+    assert not study.folder.exists()  # it has not begun
+    words = ["base.task=sst2", f"base.task.path={tmp_path}", "base.model=minilm-l6"]
+    classifier = load_study(study_file(base={}), [*words, f"base.system.runs_dir={tmp_path}"])
+    with pytest.raises(ValueError, match="task.train: no file for it"):
+        run_study(classifier, say=lambda _: None)
+    assert not classifier.folder.exists()
 
 
 def test_an_unknown_place_to_run_is_refused(study_file):
@@ -128,30 +133,6 @@ def test_slots_times_threads_fill_the_cores():
     assert share_cores(Execution(runs_per_gpu=2), None, gpus=3) == (6, max(1, CORES // 6))
 
 
-def test_a_run_takes_the_emptiest_free_gpu_and_waits_while_none_is():
-    one = Execution(gpu_free_memory=0.9)
-    assert pick_gpu({"a": 0.95, "b": 0.99}, {}, one) == "b"
-    assert pick_gpu({"a": 0.5, "b": 0.99}, {"b": 1}, one) is None  # a is someone else's, b ours
-    assert pick_gpu({"a": 0.5, "b": 0.2}, {}, one) is None
-    two = Execution(runs_per_gpu=2)
-    assert pick_gpu({"a": 0.99, "b": 0.4}, {"b": 1}, two) == "a"  # empty before shared
-    assert pick_gpu({"a": 0.1, "b": 0.4}, {"b": 1}, two) == "b"  # its memory is taken by our own run
-    assert pick_gpu({"b": 0.4}, {"b": 2}, two) is None
-
-
-def test_a_gpu_that_another_launcher_has_just_taken_is_not_taken_again(tmp_path, monkeypatch):
-    """Its memory still looks free: the other's run has only begun."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    one, other = GpuClaims(), GpuClaims()
-    assert one.take("GPU-a")
-    assert one.take("GPU-a")  # several runs on a GPU of ours
-    assert not other.take("GPU-a")
-    assert other.take("GPU-b")
-    one.keep(set())
-    assert other.take("GPU-a")
-
-
-@pytest.mark.slow
 def test_runs_queue_for_a_gpu_and_start_when_it_falls_free(study_file):
     study = load_study(study_file())
     looks, most = [], []

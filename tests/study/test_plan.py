@@ -38,6 +38,10 @@ def test_the_comparison_is_paired_and_takes_each_arms_chosen_rate(load, tmp_path
     assert len({c.folder for c in cells}) == 9
 
 
+def test_arms_without_overrides_may_be_a_list(load):
+    assert load(arms=["baseline", "oelm"]).arms == {"baseline": {}, "oelm": {}}
+
+
 def test_without_a_search_the_arms_bring_their_own_rates(load):
     study = load(lr=None, arms={"baseline": {"train": {"lr": 3e-4}}, "oelm": {"train": {"lr": 1e-3}}})
     assert search_runs(study) == []
@@ -123,6 +127,7 @@ def test_ids_do_not_depend_on_where_the_runs_live(load):
     [
         ({"arms": {"baseline": {}, "oelmm": {}}}, "oelmm: method: unknown 'oelmm'; did you mean 'oelm'?"),
         ({"seedz": [1]}, "trial.yaml: seedz: unknown key; did you mean 'seeds'?"),
+        ({"train": {"lr": 1}}, "trial.yaml: train: unknown key; did you mean 'base.train'?"),
         ({"base": {"train": {"max_step": 5}}}, "train.max_step: unknown key; did you mean 'train.max_steps'?"),
         ({"lr": {"grid": {"baseline": [1e-3], "oelm": [1e-3, 2e-3], "gain-2": [1e-3]}}}, "grid of the same size, got"),
         ({"lr": {"grid": {"baseline": [1e-3], "oelm": [1e-3]}}}, "must name every arm and no other; 'gain-2'"),

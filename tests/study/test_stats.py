@@ -58,8 +58,7 @@ def test_results_repeat_with_the_seed_and_are_json():
     assert stats.paired(d, seed=5) == stats.paired(d, seed=5)
     assert stats.paired(d, seed=5).bca != stats.paired(d, seed=6).bca
     pooled = stats.pooled_mcnemar([([True, False], [False, True])])
-    ratio = stats.ratio_of_medians([1.0, 2.0], [2.0, 2.5])
-    for result in (stats.paired(d), stats.verdict(stats.paired([0.1]), MARGIN), pooled, ratio):
+    for result in (stats.paired(d), stats.verdict(stats.paired([0.1]), MARGIN), pooled):
         json.dumps(asdict(result), allow_nan=False)
 
 
@@ -171,11 +170,14 @@ def test_clustered_p_by_trying_every_flip():
     assert one.clustered_p == pytest.approx(one.naive.p)  # one seed: plain McNemar
 
 
-def test_ratio_of_medians():
-    got = stats.ratio_of_medians([0.9, 1.8, 2.7], [1.0, 2.0, 3.0], blocks=[0, 1, 2])
-    assert (got.ratio, got.blocks) == (pytest.approx(0.9), 3)
-    assert got.interval == pytest.approx((0.9, 0.9))  # drift that a and b share cancels in every draw
-    assert stats.ratio_of_medians([1.0, 1.2], [2.0, 2.2], blocks=[7, 7]).interval is None
+def test_the_interval_of_a_median_comes_from_the_order_of_the_values():
+    assert stats.median_interval(range(1, 6)) is None  # all five above the median: 2 / 2**5, too likely
+    assert stats.median_interval(range(1, 7)) == (1, 6)
+    low, high = stats.median_interval([*range(1, 51), 1e9])
+    assert 17 < low < 26 < high < 35  # one wild value moves nothing
+    rng, trials = np.random.default_rng(14), 400
+    found = [stats.median_interval(rng.lognormal(size=20)) for _ in range(trials)]
+    assert covered(found, 1.0) >= 0.95 - slack(0.95, trials)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +199,9 @@ def test_ratio_of_medians():
         (lambda: stats.mcnemar([1, 0], [1]), "correct_a, correct_b: unequal lengths 2, 1"),
         (lambda: stats.mcnemar([1, 2], [1, 0]), "correct_a: expected"),
         (lambda: stats.mcnemar([1, 0], [math.nan, 0]), "correct_b[0] is nan"),
+        (lambda: stats.median_interval([1.0, math.nan]), "values[1] is nan"),
         (lambda: stats.pooled_mcnemar([]), "runs: empty"),
         (lambda: stats.pooled_mcnemar([([1, 0], [1, 0]), ([1], [1])]), "runs: unequal lengths"),
-        (lambda: stats.ratio_of_medians([1.0], [1.0, 2.0]), "a, b, blocks: unequal lengths"),
-        (lambda: stats.ratio_of_medians([1.0, 0.0], [1.0, 2.0]), "a duration must be positive"),
-        (lambda: stats.ratio_of_medians([1.0, math.nan], [1.0, 2.0]), "a[1] is nan"),
     ],
 )
 def test_bad_input_is_named(call, message):
@@ -263,16 +263,3 @@ def test_clustered_p_keeps_its_size_where_naive_pooling_does_not():
         clustered += got.clustered_p < 0.05
     assert clustered / trials == pytest.approx(0.05, abs=slack(0.05, trials))
     assert naive / trials > 0.2
-
-
-def test_blocks_cover_where_steps_do_not():
-    """Steps of a block share a disturbance of their own arm; taking them as independent promises too much."""
-    rng = np.random.default_rng(14)
-    labels, trials, by_block, by_step = np.repeat(np.arange(8), 10), 16, [], []
-    for _ in range(trials):
-        shared = np.repeat(rng.lognormal(0, 0.05, size=(2, 8)), 10, axis=1)
-        a, b = shared * rng.lognormal(0, 0.01, size=(2, 80))
-        by_block.append(stats.ratio_of_medians(0.98 * a, b, blocks=labels).interval)
-        by_step.append(stats.ratio_of_medians(0.98 * a, b).interval)
-    assert covered(by_block, 0.98) >= 0.95 - slack(0.95, trials)
-    assert covered(by_step, 0.98) < 0.95 - slack(0.95, trials)

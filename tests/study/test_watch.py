@@ -104,8 +104,17 @@ def test_a_crash_is_no_result_so_its_arm_waits(tmp_path):
     assert {c.group.arm for c in cells if c.stage == "compare"} == {"baseline"}
 
 
+def test_a_design_may_change_until_a_run_has_started(tmp_path):
+    begin(make_study(tmp_path))
+    begin(make_study(tmp_path, seeds=[4, 5]))
+    assert read_study(tmp_path / "s").seeds == [4, 5]
+    with claimed(comparison_runs(read_study(tmp_path / "s"), {})[0].folder), pytest.raises(ValueError, match="another"):
+        begin(make_study(tmp_path))
+
+
 def test_a_design_that_changed_after_the_beginning_is_refused_with_the_difference(tmp_path):
     begin(make_study(tmp_path))
+    open_run(comparison_runs(make_study(tmp_path), {})[0])
     again = make_study(tmp_path, execution={"slots": 1}, cpu={"seeds": [5]})
     again = again.model_copy(update={"base": again.base | {"system": {**again.base["system"], "log_every": 1}}})
     begin(again)  # where it runs, and how fast, is no part of the design
@@ -115,6 +124,29 @@ def test_a_design_that_changed_after_the_beginning_is_refused_with_the_differenc
         begin(make_study(tmp_path, seeds=[0, 1, 2]))
     begin(make_study(tmp_path, seeds=[0, 1, 2], name="s-2"))
     assert read_study(tmp_path / "s").seeds == [0, 1]
+
+
+def test_seeds_may_be_added_as_a_declared_extension_and_stay(tmp_path):
+    begin(make_study(tmp_path))
+    open_run(comparison_runs(make_study(tmp_path), {})[0])
+    begin(make_study(tmp_path, extension=[7]))
+    began = read_study(tmp_path / "s")
+    assert (began.seeds, began.extension, began.seeds_of("")) == ([0, 1], [7], [0, 1, 7])
+    assert len(rows(tmp_path / "s")) == 6
+    with pytest.raises(ValueError, match="extended by seed 7; extension may grow, not shrink"):
+        begin(make_study(tmp_path))
+    with pytest.raises(ValueError, match="extension: names a seed that the study has already"):
+        make_study(tmp_path, extension=[1])
+
+
+def test_threads_are_part_of_the_design(tmp_path):
+    study = make_study(tmp_path)
+    assert {cell.config.system.threads for cell in comparison_runs(study, {})} == {1}
+    begin(study)
+    open_run(comparison_runs(study, {})[0])
+    base = study.base | {"system": {**study.base["system"], "threads": 2}}
+    with pytest.raises(ValueError, match="threads was 1, now 2"):
+        begin(make_study(tmp_path, base=base))
 
 
 def test_a_study_folder_can_be_moved_and_is_checked(tmp_path):

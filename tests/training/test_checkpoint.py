@@ -1,12 +1,13 @@
 import json
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from oelm.integrity import check_folder, seal_folder, sealed
-from oelm.training.checkpoint import find_best, load_checkpoint, replace_folder, save_checkpoint
+from oelm.training.checkpoint import collected, find_best, load_checkpoint, replace_folder, save_checkpoint
 
 
 def state(value):
@@ -173,3 +174,25 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["best"]
     assert sorted(p.name for p in target.iterdir()) == ["b", "meta.json"]
     assert check_folder(target).keys() == {"sha256", "seal"}
+
+
+def test_shards_are_gathered_one_at_a_time_and_kept_by_the_writer_alone(monkeypatch):
+    alive: list[weakref.ref] = []
+
+    def whole(tensor):
+        alive[:] = [ref for ref in alive if ref() is not None]
+        assert not alive, "a second tensor is whole before the first was let go"
+        alive.append(weakref.ref(fresh := tensor.clone()))
+        return fresh
+
+    monkeypatch.setattr("oelm.training.checkpoint.gathered", whole)
+    tree = {"a": torch.ones(2), "b": [torch.zeros(3), 5]}
+    assert collected(tree, keep=False) == {"a": None, "b": [None, 5]}
+
+
+def test_what_is_collected_keeps_its_ties():
+    shared = nn.Parameter(torch.ones(2))
+    kept = collected({"a": shared, "b": shared, "c": torch.ones(2)}, keep=True)
+    assert kept["a"] is kept["b"]
+    assert kept["c"] is not kept["a"]
+    assert not kept["a"].requires_grad

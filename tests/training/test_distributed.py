@@ -118,7 +118,7 @@ def test_two_processes_stop_at_the_same_step_and_resume_exactly(tmp_path, progra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["oelm", "oelm-lora"])
+@pytest.mark.parametrize("arm", ["oelm", "oelm-lora", "oelm-slices-gains"])
 def test_a_sharded_model_trains_like_a_whole_one_and_keeps_its_promises(tmp_path, arm):
     corpus = write_corpus(tmp_path)
     run_training(tiny_config(corpus, tmp_path / "one", f"method={arm}"), quiet=True)

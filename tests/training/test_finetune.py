@@ -28,7 +28,7 @@ from oelm.config import load_config
 from oelm.probe import probe_run
 from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run, record_text
 from oelm.training.audit import audit
-from oelm.training.finetune import Classification, f1, matthews
+from oelm.training.finetune import Classification, f1, matthews, predict
 from oelm.training.rehearsal import rehearse
 from oelm.training.run import job_of, run_training
 
@@ -308,3 +308,14 @@ def test_a_saved_model_that_is_not_the_one_measured_ends_the_run(encoder, task, 
     with pytest.raises(ValueError, match="best: is not the model that was measured: its validation loss is"):
         run_training(config_for(encoder, task, tmp_path / "run", "train.epochs=1"), quiet=True)
     assert read_run(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_trained_classifier_can_be_asked(finished, task):
+    rows = [line.split("\t") for line in (task / "dev.tsv").read_text().splitlines()[1:]]
+    answers = predict(finished, [(text,) for text, _ in rows])
+    assert all(list(answer) == ["negative", "positive"] for answer in answers)
+    assert all(sum(answer.values()) == pytest.approx(1) for answer in answers)
+    said = [list(answer.values()).index(max(answer.values())) for answer in answers]
+    assert said == read_predictions(finished)["splits"]["validation"]["predicted"]
+    with pytest.raises(ValueError, match="sst2 reads 1 at a time; leave --pair out"):
+        predict(finished, [("good", "bad")])

@@ -411,7 +411,7 @@ def test_bad_input_is_one_clear_line(tmp_path, words, message):
 
 
 def test_muon_with_scaled_losses_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("oelm.training.run.choose_precision", lambda *_: ("fp16", "as asked"))  # no GPU here
+    monkeypatch.setattr("oelm.training.device.choose_precision", lambda *_: ("fp16", "as asked"))  # no GPU here
     config = tiny_config(write_corpus(tmp_path), tmp_path / "run", "train.optimizer=muon")
     with pytest.raises(ValueError, match=r"train.precision: fp16 .* muon makes two"):
         run_training(config, quiet=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import Format, Trust, Words, examples, is_json
+from .words import Format, Trust, Words, columns, examples, is_json, joined
 
 if TYPE_CHECKING:
     from ..method.arms import OelmConfig
@@ -15,16 +16,28 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command("ls", epilog=examples("oelm ls", "oelm ls settings", "oelm ls study -f json"))
+@app.command("ls", epilog=examples("oelm ls", "oelm ls settings", "oelm ls study -f json", "oelm ls runs runs/"))
 def list_everything(
     what: Annotated[
-        str | None, typer.Argument(help="settings: every key of a run, its default and meaning; study: of a study file")
+        str | None,
+        typer.Argument(help="settings: every key of a run, its default and meaning; study: of a study file; runs"),
     ] = None,
+    where: Annotated[list[Path] | None, typer.Argument(help="of runs: folders to look in; default: runs")] = None,
     form: Format = "text",
 ) -> None:
-    """List the arms, frame kinds, models, corpora and tasks; or the settings of a run, or of a study."""
-    if what not in (None, "settings", "study"):
-        raise ValueError(f"{what}: nothing of that name to list; say oelm ls, oelm ls settings or oelm ls study")
+    """List the arms, frame kinds, models, corpora and tasks; or the settings of a run or of a study; or your runs."""
+    kinds = ("settings", "study", "runs")
+    if what not in (None, *kinds):
+        raise ValueError(f"{what}: nothing of that name to list; say oelm ls, or oelm ls {', '.join(kinds)}")
+    if where and what != "runs":
+        raise ValueError(f"{where[0]}: oelm ls {what} looks in no folder; leave it out")
+    if what == "runs":
+        from ..runs import list_runs, runs_table
+
+        found = list_runs(where or [Path("runs")])
+        summaries = [run.summary() for run in found]
+        print(json.dumps(summaries, indent=1) if is_json(form) else columns(runs_table(found)) or "no runs there")
+        return
     if what:
         from ..config import RunConfig
         from ..settings import settings
@@ -35,11 +48,9 @@ def list_everything(
         return
     from ..data.corpus import CORPORA
     from ..data.tasks import TASKS
-    from ..method.arms import ALIASES, ARMS
-    from ..method.frames import KINDS
-    from ..models.build import FROM_CONFIG
-    from ..models.classifiers import PACKAGED
-    from ..models.gpt import PRESETS
+    from ..method.arms import ARMS
+    from ..method.names import ALIASES, KINDS
+    from ..models.presets import FROM_CONFIG, PACKAGED, PRESETS
 
     arms = {}
     for name, arm in ARMS.items():
@@ -81,7 +92,7 @@ def inspect(
     from ..config import load_config
     from ..inspection import inspect_model
 
-    words = words or []
+    words = joined(words)
     outside = [word for word in words if not word.startswith("method")]
     if outside:
         raise ValueError(f"{outside[0]}: inspect takes method=... and method.<field>=... only")

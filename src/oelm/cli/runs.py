@@ -1,15 +1,15 @@
-"""Verbs about single runs: prepare, train, sample, verify, probe."""
+"""Verbs about runs: prepare, train, sample, predict, verify, probe, compare, clean."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
-from .words import FileAndWords, Format, Trust, examples, is_json, split_file
+from .words import FileAndWords, Format, Trust, columns, examples, is_json, split_file
 
 app = typer.Typer()
 
@@ -58,10 +58,16 @@ def train(
     from ..config import load_config
 
     file, settings = split_file(words)
-    given = {"method": model_type, "data": dataset, "train.lr": max_lr, "train.max_steps": max_steps, "out": out_dir}
-    alias = [f"{key}={value}" for key, value in given.items() if value is not None]
+    published = {
+        "--model_type": ("method", model_type), "--dataset": ("data", dataset), "--max_lr": ("train.lr", max_lr),
+        "--max_steps": ("train.max_steps", max_steps), "--out_dir": ("out", out_dir),
+    }  # fmt: skip
+    alias = {option: f"{key}={value}" for option, (key, value) in published.items() if value is not None}
     study = ["model=medium-512", "data.tokenizer=gpt2", "train.batch_size=8"] if alias and not file else []
-    config = load_config(file, [*study, *alias, *settings])
+    config = load_config(file, [*study, *alias.values(), *settings])
+    for option, word in alias.items():
+        if load_config(file, [*study, *alias.values(), *settings, word]) != config:
+            raise ValueError(f"{option}: says {word}, and another setting says otherwise; give one of them")
     if dry_run:
         from ..training.rehearsal import rehearse
 
@@ -81,7 +87,7 @@ def sample(
     prompt: Annotated[str, typer.Option(help="text to go on from")] = "",
     tokens: Annotated[int, typer.Option(help="how many tokens to add", min=1)] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time", min=0.0)] = 0.8,
-    seed: Annotated[int, typer.Option(help="of the draw")] = 0,
+    seed: Annotated[int, typer.Option(help="of the random choice of tokens")] = 0,
     trust: Trust = False,
 ) -> None:
     """Text from a trained GPT."""
@@ -89,6 +95,36 @@ def sample(
 
     folder = Path(run)
     print(generate(folder / "best" if (folder / "best").is_dir() else folder, prompt, tokens, temperature, seed))
+
+
+@app.command(
+    epilog=examples(
+        'oelm predict runs/sst2 --text "a film that never bores"',
+        'oelm predict runs/mnli --text "A dog runs." --pair "An animal moves." -f json',
+    )
+)
+def predict(
+    run: Annotated[Path, typer.Argument(help="the folder of a classifier's run")],
+    text: Annotated[list[str], typer.Option(help="to classify; may be given several times")],
+    pair: Annotated[
+        list[str] | None, typer.Option(help="the second text of a task that reads two, one for each --text")
+    ] = None,
+    form: Format = "text",
+) -> None:
+    """What a trained classifier says of a text: each label and its probability."""
+    json_wanted = is_json(form)
+    from ..training.finetune import predict as classify
+
+    if pair and len(pair) != len(text):
+        raise ValueError(f"--pair: {len(pair)} of them for {len(text)} of --text; give one for each")
+    texts = list(zip(text, pair, strict=True)) if pair else [(one,) for one in text]
+    found = classify(run, texts)
+    if json_wanted:
+        print(json.dumps([{"texts": t, "probabilities": p} for t, p in zip(texts, found, strict=True)], indent=1))
+        return
+    for shown, shares in zip(texts, found, strict=True):
+        said = ", ".join(f"{label} {share:.1%}" for label, share in sorted(shares.items(), key=lambda s: -s[1]))
+        print(f"{said}: {' | '.join(shown)}" if len(texts) > 1 else said)
 
 
 @app.command(epilog=examples("oelm verify runs/debug", "oelm verify runs/quickstart/oelm-s0-1a2b3c4d5e6f"))
@@ -122,3 +158,48 @@ def probe(
         print(facts)
     else:
         print(head_table(probed[0]) if len(probed) == 1 else arm_table(probed))
+
+
+@app.command(epilog=examples("oelm compare runs/a runs/b", "oelm compare runs/quickstart/oelm-* -f json"))
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="run folders", metavar="RUN RUN...")], form: Format = "text"
+) -> None:
+    """Any runs side by side: what was measured, which settings differ, and what the comparison cannot say."""
+    json_wanted = is_json(form)
+    from ..runs import compare as side_by_side
+    from ..runs import comparison_lines
+
+    if len(runs) < 2:
+        raise ValueError("oelm compare takes two runs or more")
+    found = side_by_side(runs)
+    if json_wanted:
+        facts = {"measured": found.measured, "differing": found.differing, "warnings": found.warnings}
+        print(json.dumps({"runs": [str(run.folder) for run in found.runs], **facts}, indent=1))
+        return
+    print(columns(comparison_lines(found)))
+    print("\n" + "\n".join(f"note: {text}" for text in found.warnings))
+
+
+@app.command(epilog=examples("oelm clean", "oelm clean runs/quickstart --keep best --yes"))
+def clean(
+    where: Annotated[list[Path] | None, typer.Argument(help="folders to look in; default: runs")] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="best, last or all, instead of each run's own system.keep", metavar="WHAT")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="remove what is listed")] = False,
+) -> None:
+    """List what no run needs any more, with its size: checkpoints of finished runs, leftovers. --yes removes it."""
+    from ..runs import Keep, list_runs, remove, size_of, unneeded
+
+    if keep not in (None, *get_args(Keep)):
+        raise ValueError(f"--keep: unknown {keep!r}; choose {', '.join(get_args(Keep))}")
+    found = list_runs(where or [Path("runs")])
+    paths = [path for run in found for path in unneeded(run, cast("Keep | None", keep))]
+    sizes = [size_of(path) for path in paths]
+    for path, size in zip(paths, sizes, strict=True):
+        print(f"{size / 1e6:10,.1f} MB  {path}")
+    if yes:
+        remove(paths)
+    total = f"{sum(sizes) / 1e6:,.1f} MB in {len(paths)} folder{'s' * (len(paths) != 1)}"
+    said = f"removed {total}" if yes else f"{total} can go; --yes removes them"
+    print(f"{said if paths else 'nothing to remove'}; {len(found)} run{'s' * (len(found) != 1)} looked at")

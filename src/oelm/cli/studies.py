@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .words import FileAndWords, Format, Trust, Words, examples, is_json, split_file
+from .words import FileAndWords, Format, Trust, Words, examples, is_json, joined, split_file
 
 app = typer.Typer()
 study = typer.Typer(help="Plan, run and follow a study.", no_args_is_help=True)
@@ -19,25 +21,52 @@ bench = typer.Typer(help="Compare step times of arms in turns.", no_args_is_help
 @bench.command(
     epilog=examples(
         "oelm bench step --arms baseline,oelm model=medium-512 train.batch_size=8",
-        "oelm bench step --arms baseline,oelm-q,oelm-slices model.d_model=256 -o runs/quickstart/bench.json",
+        "oelm bench step --arms baseline,oelm-q,oelm-slices model.d_model=256 --until 1%",
+        "oelm bench step configs/quickstart.yaml --until 1% --minutes 20 -o runs/quickstart/bench.json",
     )
 )
 def step(
     words: FileAndWords = None,
-    arms: Annotated[str, typer.Option(help="the reference first, separated by commas")] = "baseline,oelm",
-    vocab: Annotated[int, typer.Option(help="vocabulary size", min=2)] = 4096,
-    blocks: Annotated[int, typer.Option(help="turns of each arm", min=2)] = 12,
+    arms: Annotated[
+        str | None,
+        typer.Option(help="the reference first, separated by commas; default: baseline,oelm, or all of a study's"),
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="which of a study's sizes")] = None,
+    vocab: Annotated[int | None, typer.Option(help="vocabulary size; default: the tokenizer's", min=2)] = None,
+    blocks: Annotated[int, typer.Option(help="turns of each arm that count", min=2)] = 12,
     steps: Annotated[int, typer.Option(help="steps a turn", min=1)] = 3,
+    until: Annotated[
+        str | None, typer.Option(metavar="WIDTH", help="more turns until every 95 % interval is so narrow, e.g. 1%")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="end then, whatever is reached", min=0.01)] = 10.0,
     out: Annotated[str | None, typer.Option("-o", "--out", help="also write the result as JSON")] = None,
     form: Format = "text",
 ) -> None:
-    """Step times of several arms, interleaved in one process, with the FLOP ceiling beside each saving."""
-    json_wanted = is_json(form)
-    from ..config import load_config
+    """Step times of several arms, interleaved in one process, with the FLOP ceiling beside each saving.
+
+    A study file gives model, batch, vocabulary and arms. Turns beside which the machine was not its usual self are
+    thrown out (see docs/speed.md).
+    """
+    json_wanted, width = is_json(form), None if until is None else _share("--until", until)
+    from ..config import load_config, read_yaml
     from ..record import write_atomically
+    from ..study.plan import load_study
+    from ..study.shape import arms_of, arms_of_study
+
+    file, settings = split_file(words)
+    names = [a.strip() for a in arms.split(",")] if arms else None
+    left_out: dict[str, str] = {}
+    if file and "arms" in read_yaml(file):
+        configs, left_out = arms_of_study(load_study(file, settings), names, size)
+    elif size:
+        raise ValueError("--size: chooses among a study's sizes; give a study file")
+    else:
+        configs = arms_of(load_config(file, settings), names or ["baseline", "oelm"])
     from ..study.bench import bench_step, table
 
-    result = bench_step(load_config(*split_file(words)), [a.strip() for a in arms.split(",")], vocab, blocks, steps)
+    for arm, why in left_out.items():
+        print(f"oelm: left out: {arm} {why}", file=sys.stderr)
+    result = bench_step(configs, vocab, rounds=blocks, steps=steps, until=width, seconds=60 * minutes)
     if out:
         write_atomically(Path(out), json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1) if json_wanted else table(result))
@@ -46,6 +75,23 @@ def step(
 File = Annotated[Path, typer.Argument(help="a study file, e.g. configs/quickstart.yaml", metavar="FILE")]
 Scale = Annotated[str | None, typer.Option(help="cpu: the file's own smaller version")]
 Where = Annotated[Path, typer.Argument(help="a study folder, or the file of one that has begun", metavar="STUDY")]
+
+
+Page = Annotated[bool, typer.Option("--page", help="also as a page for a browser on this machine, kept current")]
+Port = Annotated[int, typer.Option(help="of the page, on 127.0.0.1; default: a free one", min=0, max=65535)]
+
+
+@contextmanager
+def _page(folder: Path, wanted: bool, port: int) -> Iterator[None]:
+    """The live page, while the block runs, if it is wanted."""
+    if not wanted:
+        yield
+        return
+    from ..report.live import serving
+
+    with serving(folder, port) as address:
+        print(f"Live page: {address}", flush=True)
+        yield
 
 
 @study.command(epilog=examples("oelm study plan configs/quickstart.yaml", "oelm study plan configs/phase2-gpt.yaml"))
@@ -57,7 +103,7 @@ def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "t
     from ..study.design import describe, design_table
     from ..study.plan import load_study
 
-    design = describe(load_study(file, words or [], scale))
+    design = describe(load_study(file, joined(words), scale))
     if json_wanted:
         print(json.dumps(asdict(design), indent=1))
     else:
@@ -67,6 +113,7 @@ def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "t
 @study.command(
     epilog=examples(
         "oelm study run configs/quickstart.yaml",
+        "oelm study run configs/quickstart.yaml --page",
         "oelm study run configs/phase2-gpt.yaml --scale cpu --on ray --address head:6379",
     )
 )
@@ -77,21 +124,24 @@ def run(
     on: Annotated[str, typer.Option(help="local or ray")] = "local",
     address: Annotated[str | None, typer.Option(help="of the Ray cluster; default: the one this machine is in")] = None,
     trust: Trust = False,
+    page: Page = False,
+    port: Port = 0,
 ) -> None:
     """Run what is unfinished, decide, and write the report. Called again, it reuses all that is finished."""
     from ..study.execute import run_study
     from ..study.plan import load_study
 
-    config = load_study(file, words or [], scale)
-    problems = run_study(config, on=on, address=address, say=lambda text: print(text, flush=True))
+    config = load_study(file, joined(words), scale)
+    written = config.folder / "report.html"
+    with _page(config.folder, page, port):
+        problems = run_study(config, on=on, address=address, say=lambda text: print(text, flush=True))
+        from ..report.html import write_report
+        from ..report.text import verdict_lines
+
+        analysis = write_report(config.folder, written)
     for problem in problems.values():  # each names its folder
         print(f"oelm: {problem}", file=sys.stderr)
-    from ..report.html import write_report
-    from ..report.text import verdict_lines
-
-    page = config.folder / "report.html"
-    analysis = write_report(config.folder, page)
-    print(f"\n{verdict_lines(analysis)}\n\nReport: {page}")
+    print(f"\n{verdict_lines(analysis)}\n\nReport: {written}")
     if problems:
         raise SystemExit(1)
 
@@ -109,18 +159,21 @@ def status(where: Where, form: Format = "text") -> None:
         _print(status_table(table))
 
 
-@study.command(epilog=examples("oelm study watch runs/quickstart", "oelm study watch configs/quickstart.yaml"))
-def watch(where: Where) -> None:
+@study.command(epilog=examples("oelm study watch runs/quickstart", "oelm study watch configs/quickstart.yaml --page"))
+def watch(where: Where, page: Page = False, port: Port = 0) -> None:
     """The same as a live table, until all runs are over."""
     from ..study.watch import watch as follow
 
-    follow(_folder(where))
+    folder = _folder(where)
+    with _page(folder, page, port):
+        follow(folder)
 
 
 @app.command(
     epilog=examples(
         "oelm report runs/quickstart -o report.html --md report.md",
         "oelm report runs/quickstart --check -o report.html",
+        "oelm report runs/quickstart --csv numbers.csv --json numbers.json",
     )
 )
 def report(
@@ -131,6 +184,8 @@ def report(
     md: Annotated[Path | None, typer.Option(help="also as Markdown")] = None,
     latex: Annotated[Path | None, typer.Option(help="also its tables as LaTeX")] = None,
     pdf: Annotated[Path | None, typer.Option(help="also as PDF (needs Chromium)")] = None,
+    csv: Annotated[Path | None, typer.Option(help="also every number with its runs, as a table")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="the same as JSON, with the verdict")] = None,
     check: Annotated[bool, typer.Option("--check", help="re-derive every number of a written page")] = False,
     against: Annotated[
         str | None, typer.Option(metavar="ARM", help="compare with this arm, not the baseline; prints, writes nothing")
@@ -139,17 +194,18 @@ def report(
     """Tables, curves and verdicts of a study on one page that opens offline."""
     folder = _folder(where)
     if against is not None:
-        if check or out or md or latex or pdf:
-            raise ValueError("--against: prints only, so no --check, --out, --md, --latex or --pdf with it")
+        if check or out or md or latex or pdf or csv or as_json:
+            raise ValueError("--against: prints only, so no --check and no file to write with it")
         from ..report.analysis import analyse
         from ..report.text import arm_lines, notice_lines
+        from ..study.watch import read_study
 
-        planned = analyse(folder)
-        if against == planned.study.decide.reference:
+        look = analyse(folder, against)
+        if against == read_study(folder).decide.reference:
             raise ValueError(f"--against {against}: the study's own baseline; leave --against out")
-        print(arm_lines(analyse(folder, against)))
+        print(arm_lines(look))
         print(f"\nAgainst {against}: a second look at the same runs, not the comparison that the study planned;")
-        print("\n\n".join(["p values are corrected within this look only.", *notice_lines(planned)]))
+        print("\n\n".join(["p values are corrected within this look only.", *notice_lines(look)]))
         return
     page = out or folder / "report.html"
     if check:
@@ -168,9 +224,10 @@ def report(
     from ..report.html import write_report
     from ..report.text import verdict_lines
 
-    print(verdict_lines(write_report(folder, page, md, latex, pdf)))
+    print(verdict_lines(write_report(folder, page, md, latex, pdf, csv, as_json)))
     print()
-    for kind, path in (("Report", page), ("Markdown", md), ("LaTeX", latex), ("PDF", pdf)):
+    written = (("Report", page), ("Markdown", md), ("LaTeX", latex), ("PDF", pdf), ("CSV", csv), ("JSON", as_json))
+    for kind, path in written:
         if path:
             print(f"{kind}: {path}")
 
@@ -181,7 +238,21 @@ def _folder(where: Path) -> Path:
         return where
     from ..study.plan import load_study
 
-    return load_study(where).folder
+    folder = load_study(where).folder
+    if not (folder / "study.json").exists():
+        raise ValueError(f"{where}: not begun, {folder} has no runs; start it with oelm study run {where}")
+    return folder
+
+
+def _share(option: str, text: str) -> float:
+    """1% or 0.01."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise ValueError(f"{option}: give a share such as 1% or 0.01, got {text!r}")
+    return share
 
 
 def _print(table: object) -> None:

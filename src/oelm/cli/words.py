@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+LABELLED = (".tsv", ".csv")  # files that hold a task rather than a corpus
 Format = Annotated[str, typer.Option("-f", "--format", help="text or json", metavar="FORMAT")]
 Words = Annotated[
     list[str] | None,
@@ -31,15 +32,48 @@ Trust = Annotated[
 ]
 
 
+def joined(words: list[str] | None) -> list[str]:
+    """The words with `key = value`, `key= value` and `key =value` put together."""
+    together: list[str] = []
+    for word in words or []:
+        opens = together and together[-1].endswith("=") and "=" not in word
+        closes = together and word.startswith("=") and "=" not in together[-1]
+        if opens or closes:
+            together[-1] += word
+        else:
+            together.append(word)
+    return together
+
+
 def split_file(words: list[str] | None) -> tuple[Path | None, list[str]]:
     """The file that the words begin with, if they do, and the rest."""
-    words = words or []
-    return (Path(words[0]), words[1:]) if words and "=" not in words[0] else (None, words)
+    words = joined(words)
+    if not words or "=" in words[0]:
+        return None, words
+    path = Path(words[0])
+    if path.suffix not in (".yaml", ".yml") and path.exists():
+        raise ValueError(f"{path}: not a .yaml file; {_meant(path)}")
+    return path, words[1:]
+
+
+def _meant(path: Path) -> str:
+    if (path / "run.json").exists():
+        return "it is a run folder; to go on with the run, repeat its own command"
+    if path.with_suffix("").suffix in LABELLED or path.suffix in LABELLED:
+        return f"labelled texts to fine-tune on are task=own task.train={path} (see oelm ls settings)"
+    return f"texts to train on are data={path}"
 
 
 def examples(*lines: str) -> str:
     """The end of a verb's help."""
     return "Examples:\n\n" + "\n\n".join(f"  {line}" for line in lines)
+
+
+def columns(table: list[list[str]]) -> str:
+    """Rows of text under each other."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join(lines) if len(table) > 1 else ""
 
 
 def is_json(form: str) -> bool:

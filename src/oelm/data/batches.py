@@ -79,7 +79,7 @@ def train_batch(
     batch = torch.empty(len(mine), context + 1, dtype=torch.int64)
     for row, start in zip(batch.numpy(), mine, strict=True):
         row[:] = tokens.ids[start : start + context + 1]
-    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()  # (rows, T) each
+    return batch[:, :-1], batch[:, 1:]  # (rows, T) each; of one tensor, so that a GPU gets one copy
 
 
 @lru_cache(maxsize=8)

@@ -135,6 +135,12 @@ def open_corpus(
     return _stdlib(shares) if known is not None else _local(name, shares)
 
 
+def check_corpus(name: str) -> None:
+    """Raises when it is neither known by name nor there as files; reads nothing."""
+    if name not in CORPORA:
+        _find(name)
+
+
 def stable_hash(key: object) -> int:
     """64 bits that depend on nothing but the key: the same choice on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=8).digest(), "big")

@@ -145,6 +145,13 @@ def load_task(config: TaskConfig) -> TaskData:
     return TaskData(known.labels, known.metric, {split: found[split] for split in order}, dropped)
 
 
+def check_task(config: TaskConfig) -> None:
+    """Raises for an unknown name, or for files that are named and not there; reads nothing."""
+    for sources in (_files(config, describe(config)) or {}).values():
+        for path, _ in sources:
+            _check_file(Path(path))
+
+
 def describe(config: TaskConfig) -> Known:
     """The task's table entry; for a user's own files, one made of the config."""
     own = (config.text, config.label, config.labels)
@@ -225,11 +232,8 @@ def _kind(path: Path) -> str:
 
 
 def _rows(path: Path, header: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+    _check_file(path)
     kind = _kind(path)
-    if kind not in KINDS:
-        raise ValueError(f"{path}: not one of {' '.join(KINDS)} (also as .xz or .gz)")
     try:
         if kind == ".parquet":
             yield from _numbered(_parquet(path))
@@ -239,6 +243,13 @@ def _rows(path: Path, header: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
         raise ValueError(f"{path}: damaged, or not a {kind} file ({error})") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    if _kind(path) not in KINDS:
+        raise ValueError(f"{path}: not one of {' '.join(KINDS)} (also as .xz or .gz)")
 
 
 def _parquet(path: Path) -> list[Row]:
@@ -328,6 +339,10 @@ def _layout(source: str, row: Row, known: Known, split: str) -> Layout | None:
     if split == "test" and any(all(column in row for column in layout.text) for layout in known.layouts):
         return None
     wanted = " or ".join(", ".join((*layout.text, layout.label)) for layout in known.layouts)
+    values = {value for layout in known.layouts for value in _spellings(known, layout)}
+    if _kind(Path(source)) in (".tsv", ".csv") and values & {str(column).strip() for column in row}:
+        first = " | ".join(map(str, row))[:80]
+        raise ValueError(f"{source}: has no header (line 1 is: {first}); put a line with the columns {wanted} above it")
     raise ValueError(f"{source}: needs the columns {wanted}; has {', '.join(map(str, row))}")
 
 

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .frames import KINDS
-from .names import ALIASES
-from .projections import Targets
+from .names import ALIASES, KINDS
+
+if TYPE_CHECKING:  # an arm can be named, listed and checked without torch
+    from .projections import Targets
 
 ROLES = ("q", "k")
 
@@ -46,17 +47,17 @@ class OelmConfig:
     init: str | Mapping[str, str] = "headwise"  # frame kind, see `oelm ls`; or {q: kind, k: kind}
     gain: float | Mapping[str, float] = 1.0  # singular value of every head's frame; or {q: ..., k: ...}
     offset: float | Mapping[str, float] = 0.0  # identity frames: shift by this share of the width; or {q: ..., k: ...}
-    freeze: str | Sequence[str] = ("q", "k")  # roles that take no gradient; () trains both
+    freeze: str | Sequence[str] = ("q", "k")  # which of q and k take no gradient; () trains both
     bias: str = "zero"  # biases of replaced projections: "zero" or "keep"; frozen with their weight either way
-    layers_to_transform: int | Sequence[int] | str | None = None  # from 0, "all but the last 2" or "every 2nd"
-    target_modules: Targets | None = None  # as in PEFT; a mapping names unknown modules (see projections.py)
-    exclude_modules: str | Sequence[str] | None = None  # names or a pattern, as in PEFT
+    layers_to_transform: int | Sequence[int] | str | None = None  # numbers from 0, "all but the last 2", "every 2nd"
+    target_modules: Targets | None = None  # which modules, as in PEFT; {q: name, k: name} for unknown ones
+    exclude_modules: str | Sequence[str] | None = None  # modules to leave alone: names or a pattern, as in PEFT
     temperature: bool = False  # a trained factor per head on the attention logits
     input_gains: bool = False  # a trained factor per channel on the input of q, and another on that of k
-    correction: str | None = None  # of frozen weights: lora (adds a low-rank part), oft (rotates the input), or
-    # blocks: one trained matrix for each head of the frozen keys
-    rank: int | float = 8  # of lora: a number, or with a point (0.5) a share of the head's size
-    block: int = 32  # of oft: the rotation turns so many coordinates together; must divide the width
+    correction: str | None = None  # on frozen weights: "lora" adds a low-rank part, "oft" rotates the input, "blocks"
+    # turns each head of the keys by a trained matrix
+    rank: int | float = 8  # rank of the low-rank part of lora; with a point (0.5), a share of the head's size
+    block: int = 32  # coordinates that a rotation of oft turns together; must divide the width
     schedule: Schedule | Mapping[str, Any] | None = None  # what is frozen at which step; None: the same throughout
     seed: int = 0
 
@@ -125,6 +126,15 @@ class OelmConfig:
         """A starred field's value for one role."""
         value = getattr(self, name)
         return value[role] if isinstance(value, Mapping) else value
+
+    def rank_of(self, head_dim: int) -> int:
+        """The rank of a low-rank part: as asked for, or as a share of the head's size."""
+        return self.rank if isinstance(self.rank, int) else max(1, round(self.rank * head_dim))
+
+    @property
+    def gains_join(self) -> bool:
+        """Gains on two slices meet in one product of coordinates: one vector, the query's, does what two would do."""
+        return set(self.freeze) == set(ROLES) and all(self.role("init", role) == "identity" for role in ROLES)
 
     @classmethod
     def arm(cls, name: str, **overrides: Any) -> OelmConfig:

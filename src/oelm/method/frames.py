@@ -20,15 +20,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-KINDS = {
-    "headwise": "one QR per head: every head its own orthonormal frame",
-    "global": "one orthogonal matrix over all heads",
-    "gaussian": "normal entries of std gain/sqrt(d), scale-matched to the orthonormal frames",
-    "normal": "normal entries of std 0.02 * gain, the usual initialisation",
-    "identity": "head h reads its own head_dim coordinates of the input (shifted by `offset`)",
-    "tied": "the key's frame equals its query's headwise frame",
-    "keep": "leave the weight as built or pretrained",
-}
+from .names import KINDS
+
 TRAINED, PROJECTED = "trained", "projected"  # not drawn: frozen as training left them, or as frames made of that
 ORTHONORMAL = frozenset({"headwise", "global", "identity", "tied", PROJECTED})
 

@@ -80,7 +80,9 @@ class Slice(Leaf):
 
     @property
     def weight(self) -> Tensor:
-        return self._parameters["weight"].as_subclass(ReadOnly)  # type: ignore[attr-defined]
+        weight = self._parameters["weight"]  # type: ignore[attr-defined]
+        sharded = hasattr(weight, "full_tensor")  # FSDP must get the very parameter that it has put there
+        return weight if sharded else weight.as_subclass(ReadOnly)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._parameters["weight"]  # type: ignore[attr-defined]

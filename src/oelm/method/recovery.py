@@ -60,7 +60,9 @@ class Recovered(Leaf):
         skew[:, upper[0], upper[1]] = entries.unflatten(0, (len(skew), -1))
         skew = skew - skew.mT
         one = torch.eye(size, device=entries.device)
-        return torch.linalg.solve(one + skew, one - skew, left=False)
+        return torch.linalg.solve_ex(
+            one + skew, one - skew, left=False
+        ).result  # solve would wait for the device to ask
 
     @torch.no_grad()
     def merged(self) -> tuple[Tensor, Tensor | None]:
@@ -122,15 +124,10 @@ def check_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmC
         norms = [m for n, m in model.get_submodule(p.attention).named_children() if re.fullmatch(Q_NORM, n)]
         if config.temperature and any(not isinstance(norm, nn.Identity) for norm in norms):
             raise ValueError(f"temperature: has no effect in {p.attention}, which normalises q after its projection")
-        if config.correction == "lora" and (rank := rank_of(config, p)) >= (least := min(p.rows, p.d_in)):
+        if config.correction == "lora" and (rank := config.rank_of(p.head_dim)) >= (least := min(p.rows, p.d_in)):
             raise ValueError(f"rank: {rank} is no low rank of {p.name}, {p.rows} x {p.d_in}; stay below {least}")
         if config.correction == "oft" and p.d_in % config.block:
             raise ValueError(f"block: {config.block} does not divide the width {p.d_in} of {p.name}")
-
-
-def rank_of(config: OelmConfig, projection: Projection) -> int:
-    """The rank of a low-rank part: as asked for, or as a share of the head's size."""
-    return config.rank if isinstance(config.rank, int) else max(1, round(config.rank * projection.head_dim))
 
 
 @torch.no_grad()
@@ -141,11 +138,11 @@ def add_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmCon
         parts: dict[str, Tensor] = {}
         if config.temperature and p.role == "q":
             parts["temperature"] = torch.ones(p.heads)
-        if config.input_gains and not (p.role == "k" and _gains_join(config)):
+        if config.input_gains and not (p.role == "k" and config.gains_join):
             parts["input_gain"] = torch.ones(p.d_in)
         if config.correction == "lora":
             generator = torch.Generator().manual_seed(seed_of(config.seed, p.stack, p.place, p.role, "lora"))
-            rank = rank_of(config, p)
+            rank = config.rank_of(p.head_dim)
             uniform = torch.rand(rank, p.d_in, generator=generator, device="cpu")
             parts["lora_a"] = (2 * uniform - 1) * p.d_in**-0.5  # PEFT's: kaiming_uniform with a = sqrt(5)
             parts["lora_b"] = torch.zeros(p.rows, rank)
@@ -160,8 +157,3 @@ def add_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmCon
             module.oelm_heads, module.oelm_block = p.heads, config.block
             for name, start in parts.items():
                 module.register_parameter(name, nn.Parameter(start.to(weight.device, weight.dtype)))
-
-
-def _gains_join(config: OelmConfig) -> bool:
-    """Gains on two slices meet in one product of coordinates, so one vector, the query's, does what two would do."""
-    return set(config.freeze) == {"q", "k"} and all(config.role("init", role) == "identity" for role in ("q", "k"))

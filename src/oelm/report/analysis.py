@@ -32,6 +32,7 @@ class Comparison:
     adjusted_p: float | None  # two-sided distance from the margin, after the correction
     level: float  # the confidence of the interval that is held against the margin
     zero_level: float  # ... and against zero, for the claim to be better: a family of claims of its own
+    decides: stats.Interval | None  # the interval at `level`; None without one
 
     @property
     def provisional(self) -> bool:
@@ -118,6 +119,7 @@ class Analysis:
     diverged: tuple[LeftOut, ...]  # runs of the search whose learning rate is out: a result, if not a number
     strays: tuple[str, ...]  # folders of finished runs that are not in the plan, or there a second time
     bench: Bench | None
+    other_bench: Bench | None  # timed with another model or batch than any of this study's, so left out
     probe: Probe | None
 
     @property
@@ -231,9 +233,11 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     planned = len(search_cells) + sum(len(s.arms) * len(study.seeds_of(s.size)) for s in settings)
     planned += len(groups(study)) if study.check else 0
     decided = _decided(study, settings)
+    fits = bench is None or any(bench.fits(cell.config) for cell in cells or search_cells)
     return Analysis(
-        study, decided, tuple(search), tuple(compare), tuple(checks), planned, lost, out, strays, bench, probe
-    )
+        study, decided, tuple(search), tuple(compare), tuple(checks), planned, lost, out, strays,
+        bench if fits else None, None if fits else bench, probe,
+    )  # fmt: skip
 
 
 def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured]) -> dict[Group, Point]:
@@ -305,7 +309,9 @@ def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, 
             verdict = replace(verdict, decision="superior" if zero_t.high < 0 else "non-inferior")
         ids = tuple(side.id for pair in both for side in pair)
         seeds = tuple(run.seed for run, _ in both)
-        found = Comparison(seeds, ids, result, verdict, p_margin[key], adjusted[key], levels[key], zero_levels[key])
+        found = Comparison(
+            seeds, ids, result, verdict, p_margin[key], adjusted[key], levels[key], zero_levels[key], margin_t
+        )
         return replace(arm, comparison=found)
 
     return tuple(replace(s, arms=tuple(compared(i, arm) for arm in s.arms)) for i, s in enumerate(settings))

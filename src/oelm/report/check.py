@@ -9,10 +9,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from .analysis import analyse
-from .content import Content, content
-from .elements import Number
+from .content import Content, content, numbers
 from .html import render, svg_digest
-from .text import plain
 
 _FIGURE = re.compile(r'<figure data-figure="([^"]*)" data-v="([^"]*)" data-svg="([^"]*)">.*?(<svg.*?</svg>)', re.DOTALL)
 
@@ -90,20 +88,7 @@ def check_report(folder: Path, html: Path) -> Checked:
 
 def _names(report: Content) -> dict[str, str]:
     """Where each number stands, as a reader of the page finds it: table, row, column."""
-    names = {}
-    tables = [*report.arms, *report.more, *([report.rates] if report.rates else []), report.runs]
-    for table in tables:
-        for row in table.rows:
-            title = " ".join(
-                filter(None, (plain(row[0].main), plain(row[0].sub) if not table.key.startswith("arms.") else ""))
-            )
-            for cell, (column, _) in zip(row, table.columns, strict=True):
-                for piece in (*cell.main, *cell.sub):
-                    if isinstance(piece, Number):
-                        names[piece.key] = f"{table.title or 'Arms'}, {title}, {column or 'mark'}"
-    for clause in report.headline:
-        names |= {p.key: "Headline" for arm in clause.arms for p in arm if isinstance(p, Number)}
-    return names | {p.key: f"Top, {what}" for number, what in report.facts for p in number if isinstance(p, Number)}
+    return {p.number.key: ", ".join(filter(None, (p.table, p.row, p.column))) for p in numbers(report)}
 
 
 def _parsed(text: str) -> _Page:

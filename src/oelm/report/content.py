@@ -8,7 +8,7 @@ from .analysis import Analysis
 from .answers import answers_table
 from .design import design_table
 from .details import claims_table, difference_table, environments, facts, published_table, rate_table, rule, run_table
-from .elements import Piece, Table
+from .elements import Number, Piece, Table, plain
 from .heads import heads_table
 from .notices import Notice, notices
 from .tables import Clause, arm_tables, headline
@@ -29,6 +29,31 @@ class Content:
     runs: Table
     rule: list[str]
     environments: list[list[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A number and where a reader of the page finds it."""
+
+    number: Number
+    table: str
+    row: str
+    column: str
+
+
+def numbers(report: Content) -> list[Placed]:
+    """Every number of the report once, in the order of the page."""
+    found = [Placed(p, "Headline", "", "") for clause in report.headline for arm in clause.arms for p in arm
+             if isinstance(p, Number)]  # fmt: skip
+    found += [Placed(p, "Top", "", what) for pieces, what in report.facts for p in pieces if isinstance(p, Number)]
+    for table in (*report.arms, *report.more, *([report.rates] if report.rates else []), report.runs):
+        for row in table.rows:
+            below = "" if table.key.startswith("arms.") else plain(row[0].sub)
+            name = " ".join(filter(None, (plain(row[0].main), below)))
+            for cell, (column, _) in zip(row, table.columns, strict=True):
+                found += [Placed(piece, table.title or "Arms", name, column or "mark")
+                          for piece in (*cell.main, *cell.sub) if isinstance(piece, Number)]  # fmt: skip
+    return found
 
 
 def content(analysis: Analysis) -> Content:

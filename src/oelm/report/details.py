@@ -38,8 +38,10 @@ def published_table(analysis: Analysis) -> Table | None:
     return Table("published", "Measured and published", columns, tuple(rows), note) if rows else None
 
 
-def claims_table(analysis: Analysis) -> Table:
-    """What the published record says and arithmetic rules out, so that nobody holds a measurement against it."""
+def claims_table(analysis: Analysis) -> Table | None:
+    """What the published record says and arithmetic rules out: on the pages of studies that repeat its rows."""
+    if not analysis.study.published:
+        return None
     columns = (("The published record claims", ""), ("Checked by arithmetic", ""))
     rows = tuple((Cell((claim,)), Cell((check,))) for claim, check in DOUBTS)
     return Table("claims", "Claims of the published record that cannot stand", columns, rows, "")

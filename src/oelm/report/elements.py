@@ -44,6 +44,10 @@ class Table:
 EMPTY = Cell(("–",))
 
 
+def plain(pieces: Iterable[Piece]) -> str:
+    return "".join(piece if isinstance(piece, str) else piece.text for piece in pieces)
+
+
 def interval(key: str, bounds: Iterable[float] | None, form: str, runs: tuple[str, ...]) -> tuple[Piece, ...]:
     if bounds is None:
         return ()

@@ -17,26 +17,27 @@ from .analysis import Analysis, analyse
 from .content import Content, content
 from .elements import Cell, Number
 from .plots import DASHES, PALETTE, Figure, figures
+from .text import as_csv, as_json, markdown
 from .text import latex as latex_text
-from .text import markdown
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 LISTED = 12  # run ids in a tooltip
 
 
 def write_report(
-    folder: Path, html: Path, md: Path | None = None, latex: Path | None = None, pdf: Path | None = None
-) -> Analysis:
+    folder: Path, html: Path, md: Path | None = None, latex: Path | None = None, pdf: Path | None = None,
+    csv: Path | None = None, json: Path | None = None,
+) -> Analysis:  # fmt: skip
     """Writes the study's report in the formats asked for and returns what it says."""
     if pdf and not find_browser():
         raise ValueError("--pdf: needs Chromium or Chrome on the PATH; install one, or print the page from a browser")
     analysis = analyse(folder)
     report = content(analysis)
-    texts = {html: render(analysis, report), md: markdown(report), latex: latex_text(report)}
-    for path, text in texts.items():
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, text)
+    writers = ((md, markdown), (latex, latex_text), (csv, as_csv), (json, as_json))
+    texts = [(html, render(analysis, report)), *((path, write(report)) for path, write in writers if path)]
+    for path, text in texts:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
     if pdf:
         _print(html, pdf)
     return analysis

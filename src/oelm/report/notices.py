@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Literal
 
+from ..config import RunConfig
 from ..study.stats import smallest_p
 from .analysis import Analysis
 
@@ -24,7 +25,7 @@ def notices(analysis: Analysis) -> list[Notice]:
     """Warnings first."""
     warnings = [
         *_unfinished(analysis), *_left_out(analysis), *_too_few_seeds(analysis), *_different_data(analysis),
-        *_savings(analysis, "impossible"),
+        *_savings(analysis, "impossible"), *_other_bench(analysis), *_threads(analysis), *_extended(analysis),
     ]  # fmt: skip
     notes = [
         *_diverged(analysis),
@@ -111,6 +112,51 @@ def _savings(analysis: Analysis, standing: str) -> list[str]:
             f"{row.ceiling:.2%} that the arithmetic allows. {how}."
         )
     return texts
+
+
+def _other_bench(analysis: Analysis) -> list[str]:
+    """A timing of another model says nothing about this one."""
+    if analysis.other_bench is None or analysis.other_bench.shape is None:
+        return []
+    shape, cells = analysis.other_bench.shape, [cell for cell, _ in (*analysis.compare, *analysis.search)]
+    timed = ", ".join([*(f"{k}={v}" for k, v in shape.model.items()), f"batch {shape.batch_size}"])
+    text = f"bench.json was timed with another shape ({timed}, {shape.context} tokens) and is left out."
+    return [f"{text} The right one: {bench_command(analysis, cells[0].config)}" if cells else text]
+
+
+def bench_command(analysis: Analysis, config: RunConfig) -> str:
+    """What a user types to time this study's arms."""
+    study = analysis.study
+    arms = [study.decide.reference, *(arm for arm in study.arms if arm != study.decide.reference)]
+    plain = [arm for arm in arms if not study.arms[arm].get("method")]
+    model = config.model.model_dump(exclude_none=True)
+    words = [f"model={model.pop('name')}", *(f"model.{key}={value}" for key, value in model.items())]
+    words += [f"train.batch_size={config.train.batch_size}"]
+    if config.task:
+        words += [f"task={config.task.name}", f"task.max_length={config.task.max_length}"]
+    vocab = config.data.tokenizer.removeprefix("bpe:")
+    if not config.task and vocab.isdecimal():
+        words += [f"--vocab {vocab}"]
+    return f"oelm bench step --arms {','.join(plain)} {' '.join(words)} -o FOLDER/bench.json"
+
+
+def _threads(analysis: Analysis) -> list[str]:
+    """Another number of threads adds in another order: late digits differ, and they grow."""
+    found = sorted({json.loads(run.environment).get("threads") or 0 for run in analysis.runs()})
+    if len(found) < 2:
+        return []
+    numbers = " or ".join(map(str, found))
+    return [f"The runs had {numbers} CPU threads: part of the differences between arms may be rounding."]
+
+
+def _extended(analysis: Analysis) -> list[str]:
+    seeds = [str(seed) for seed in analysis.study.extension]
+    if not seeds:
+        return []
+    text = f"seed{'s' * (len(seeds) != 1)} {_listed(seeds)} {'was' if len(seeds) == 1 else 'were'} added"
+    return [
+        f"Extended: {text} after the study had begun. If the results so far were the reason, verdicts come too easily."
+    ]
 
 
 def _diverged(analysis: Analysis) -> list[str]:

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from .analysis import Analysis, Arm, Setting
-from .tables import arm_index
+from .tables import arm_index, shown
 
 PALETTE = 13  # --arm-0 ... --arm-12 in the page
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.4, 1.5)))
@@ -63,25 +63,28 @@ def _forest(analysis: Analysis, setting: Setting) -> Figure | None:
     if not any(arm.comparison for arm in setting.arms):
         return None
 
-    def shown(difference: float) -> float:
-        return math.exp(difference) if loss else -100 * difference
+    def ends_of(interval: Iterable[float] | None) -> list[float]:
+        return [shown(analysis, end) for end in interval or ()]
 
-    every = [(arm, s.title, shown(c.paired.mean), [shown(b) for b in c.paired.t or ()]) for s, arm, c in found]
+    every = [
+        (arm, s.title, shown(analysis, c.paired.mean), ends_of(c.paired.t), ends_of(c.decides)) for s, arm, c in found
+    ]
     rows = [row for row in every if row[1] == setting.title]
-    limit, none = shown(analysis.margin), shown(0.0)
+    limit, none = shown(analysis, analysis.margin), shown(analysis, 0.0)
 
     def draw(axes: Axes) -> None:
-        ends = [limit, none, *(v for *_, value, bounds in every for v in (value, *bounds))]
+        ends = [limit, none, *(v for *_, value, bounds, decides in every for v in (value, *bounds, *decides))]
         pad = 0.08 * (max(ends) - min(ends))
         axes.set_xlim(min(ends) - pad, max(ends) + pad)
         low, high = axes.get_xlim()
         axes.axvspan(*((low, limit) if loss else (limit, high)), color=GOOD, alpha=0.09, linewidth=0)
         axes.axvline(none, color=INK, linewidth=0.9)
         axes.axvline(limit, color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
-        for y, (arm, _, value, bounds) in enumerate(rows):
+        for y, (arm, _, value, bounds, decides) in enumerate(rows):
             tint = colour(arm_index(analysis, arm.name))
             if bounds:
-                axes.plot(bounds, [y, y], color=tint, linewidth=2.2)
+                axes.plot(decides, [y, y], color=tint, linewidth=0.9)
+                axes.plot(bounds, [y, y], color=tint, linewidth=2.4)
             axes.plot([value], [y], "o", color=tint, markersize=6.5)
         axes.set_yticks(range(len(rows)), labels, color=INK)
         axes.set_ylim(len(rows) - 0.4, -0.75)
@@ -95,10 +98,12 @@ def _forest(analysis: Analysis, setting: Setting) -> Figure | None:
         axes.set_xlabel("perplexity ÷ baseline's" if loss else "accuracy − baseline's (points)")
 
     labels = [arm.name for arm, *_ in rows]
-    data = [(arm.name, title, value, bounds) for arm, title, value, bounds in rows]
+    data = [(arm.name, *row) for arm, *row in rows]
     height = 1.15 + (0.46 if len(rows) < 6 else 0.3) * len(rows)
     confidence = f"{analysis.study.decide.confidence:.0%}"
-    caption = f"Dot: mean over paired seeds. Line: {confidence} t interval. Shaded: acceptable by the rule."
+    corrected = any(c.level > analysis.study.decide.confidence for *_, c in found)
+    thin = " Thin: the interval that decides, after the correction." if corrected else ""
+    caption = f"Dot: mean over paired seeds. Line: {confidence} t interval.{thin} Shaded: acceptable by the rule."
     title = f"What each arm costs{' on ' if setting.title else ''}{setting.title}"
     return _figure(f"forest.{setting.title}", title, caption, [data, limit], draw, height, left=_room(labels), top=0.28)
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_validator
 
 from .. import record
-from ..config import RunConfig, validation_line
+from ..config import RunConfig
 from ..consistency import check_record
 from ..study.plan import Decide
 from ..study.watch import Seen, diverged
+from ..validation import validation_line
 
 BINS = 100  # points of a stored loss curve
 Extra = TypeVar("Extra", bound=BaseModel)  # a file beside the runs
@@ -74,11 +75,32 @@ class BenchArm(BaseModel):
     ceiling: float = Field(lt=1)  # negative: the arm does more arithmetic than the reference
 
 
+class BenchShape(BaseModel):
+    """What was timed."""
+
+    model: dict[str, Any]
+    batch_size: int
+    context: int
+
+
 class Bench(BaseModel):
     """bench.json: the interleaved timing that a study folder may hold."""
 
     reference: str
     arms: dict[str, BenchArm]
+    shape: BenchShape | None = None  # None: written before shapes were recorded
+
+    def fits(self, config: RunConfig) -> bool:
+        """Whether it was timed with the model, batch and length of this run, as far as the settings tell."""
+        if self.shape is None:
+            return True
+        timed, own = (_shape(model) for model in (self.shape.model, config.model.model_dump(exclude_none=True)))
+        length = config.task.max_length if config.task else config.model.context or self.shape.context
+        return (timed, self.shape.batch_size, self.shape.context) == (own, config.train.batch_size, length)
+
+
+def _shape(model: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in model.items() if key not in ("init_std", "context", "vocab_size")}
 
 
 class ProbedRun(BaseModel):
@@ -103,7 +125,7 @@ class Probe(BaseModel):
 
 
 def read_bench(folder: Path) -> Bench | None:
-    return _read(folder / "bench.json", Bench, "oelm bench step -f json")
+    return _read(folder / "bench.json", Bench, "oelm bench step ... -o FILE")
 
 
 def read_probe(folder: Path) -> Probe | None:

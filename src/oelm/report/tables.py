@@ -27,7 +27,8 @@ def _arm_table(analysis: Analysis, setting: Setting) -> Table:
         ("Arm", "learning rate and number of finished seeds below"),
         ("PPL ratio", f"to the baseline at the same seeds, with its {percent} t interval")
         if loss else ("Difference", f"to the baseline at the same seeds, in points, with its {percent} t interval"),
-        ("Verdict", "by the rule at the end of this page; below, p(margin): is the cost the margin itself? corrected"),
+        ("Verdict", "by the rule at the end of this page; below, the interval that decides where the correction makes "
+         "it wider, and p(margin): is the cost the margin itself? corrected"),
         ("Loss", f"mean over seeds of the lowest validation loss, in nats, with its {percent} t interval")
         if loss else ("Accuracy", f"mean over seeds; its {percent} Wilson interval is the examples' sampling error"),
         ("PPL", "exp of the mean loss; bits per byte of text below") if loss else ("Loss", "mean validation loss"),
@@ -56,7 +57,7 @@ def _arm_row(analysis: Analysis, setting: Setting, arm: Arm, index: int) -> tupl
     return (
         name,
         _effect_cell(analysis, arm, key),
-        _verdict_cell(arm.comparison, key) if arm.comparison else Cell(("reference",), tone="quiet")
+        _verdict_cell(analysis, arm.comparison, key) if arm.comparison else Cell(("reference",), tone="quiet")
         if arm.name == analysis.study.decide.reference else EMPTY,
         *_level_cells(analysis, arm, key),
         Cell((Number(f"{key}.trainable", first.trainable, f"{first.trainable:,}", arm.ids),)),
@@ -98,6 +99,11 @@ def _effect_cell(analysis: Analysis, arm: Arm, key: str) -> Cell:
     return Cell((number,), bounds)
 
 
+def shown(analysis: Analysis, difference: float) -> float:
+    """A difference as readers know it: a ratio of perplexities, or points of accuracy."""
+    return math.exp(difference) if analysis.study.decide.metric == "loss" else -100 * difference
+
+
 def effect(analysis: Analysis, c: Comparison, key: str) -> tuple[Number, tuple[Piece, ...]]:
     """The comparison as readers know it: ratio of perplexities, or points of accuracy; with its interval."""
     t = c.paired.t
@@ -112,7 +118,7 @@ def effect(analysis: Analysis, c: Comparison, key: str) -> tuple[Number, tuple[P
     return Number(f"{key}.points", points, f"{points:+.2f}", c.runs), interval(f"{key}.points", bounds, "+.2f", c.runs)
 
 
-def _verdict_cell(c: Comparison, key: str) -> Cell:
+def _verdict_cell(analysis: Analysis, c: Comparison, key: str) -> Cell:
     decision = c.verdict.decision
     below: tuple[Piece, ...] = (
         Number(f"{key}.pairs", c.paired.n, f"{c.paired.n}", c.runs),
@@ -120,6 +126,11 @@ def _verdict_cell(c: Comparison, key: str) -> Cell:
     )
     if c.adjusted_p is not None:
         below = ("p(margin) ", Number(f"{key}.p", c.adjusted_p, p_text(c.adjusted_p), c.runs), " · ", *below)
+    if c.decides and c.level > analysis.study.decide.confidence:  # wider than the interval beside it
+        ends = sorted(shown(analysis, end) for end in c.decides)
+        form = ".3f" if analysis.study.decide.metric == "loss" else "+.2f"
+        level = Number(f"{key}.decides.level", c.level, f"{c.level:.1%}", c.runs)
+        below = ("by ", *interval(f"{key}.decides", ends, form, c.runs), ", ", level, " · ", *below)
     provisional = ", provisional" if c.provisional else ""
     return Cell((f"{SIGNS[decision]} {decision}{provisional}",), below, tone=decision.replace(" ", "-"))
 

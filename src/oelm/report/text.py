@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Iterable
 
 from .analysis import Analysis
-from .content import Content
-from .elements import Cell, Piece, Table
+from .content import Content, numbers
+from .elements import Cell, Table, plain
 from .notices import notices
 from .tables import Clause, arm_tables, headline
 
@@ -15,10 +18,6 @@ _LATEX = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "−": "$-$", "×": r"$\times$", "÷": r"$\div$", "·": r"$\cdot$", "–": "--", "✓": "", "✕": "", "▲": "", "…": "",
 }  # fmt: skip
-
-
-def plain(pieces: Iterable[Piece]) -> str:
-    return "".join(piece if isinstance(piece, str) else piece.text for piece in pieces)
 
 
 def sentence(clauses: Iterable[Clause]) -> str:
@@ -50,6 +49,29 @@ def _markdown_table(table: Table) -> list[str]:
     lines = [row(title for title, _ in table.columns), row(ruled)]
     lines += [row(_joined(cell) for cell in cells) for cells in table.rows]
     return lines + (["", table.note] if table.note else [])
+
+
+def as_json(content: Content) -> str:
+    """Every number, unrounded, with the runs that it comes from."""
+    listed = [
+        {"key": p.number.key, "table": p.table, "row": p.row, "column": p.column, "value": p.number.value,
+         "text": p.number.text, "runs": list(p.number.runs)}
+        for p in numbers(content)
+    ]  # fmt: skip
+    facts = {"study": content.name, "question": content.question, "verdict": sentence(content.headline)}
+    said = [{"weight": notice.weight, "text": notice.text} for notice in content.notices]
+    return json.dumps({**facts, "notices": said, "numbers": listed}, indent=1) + "\n"
+
+
+def as_csv(content: Content) -> str:
+    """The same numbers as a table; the runs are separated by spaces."""
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(("key", "table", "row", "column", "value", "text", "runs"))
+    for p in numbers(content):
+        number = p.number
+        writer.writerow((number.key, p.table, p.row, p.column, repr(number.value), number.text, " ".join(number.runs)))
+    return file.getvalue()
 
 
 def latex(content: Content) -> str:

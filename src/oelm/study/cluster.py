@@ -46,7 +46,6 @@ def run_on_ray(
     if trusts_remote_code():
         resources["runtime_env"] = {"env_vars": {TRUST: "1"}}
     task = ray.remote(**resources, max_retries=RETRIES, max_calls=1)(_run_and_pack)
-    threads = max(1, int(execution.cpus_per_run))
     tokens = _tokens_so_far(cells)
     waiting, elsewhere, flying = deque(queue), list[Cell](), dict[Any, tuple[Cell, ExitStack]]()
     done = len(cells) - len(queue)
@@ -65,7 +64,7 @@ def run_on_ray(
                 if look(cell).status == "finished":  # by another launcher, meanwhile
                     claim.close()
                     continue
-                flying[task.remote(cell.config, threads, os.getcwd(), keep_model)] = cell, claim
+                flying[task.remote(cell.config, os.getcwd(), keep_model)] = cell, claim
             ready = ray.wait(list(flying), num_returns=1, timeout=1.0)[0] if flying else []
             for ref in ready:
                 cell, claim = flying.pop(ref)
@@ -118,7 +117,7 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
     arriving.rmdir()
 
 
-def _run_and_pack(config: RunConfig, threads: int, home: str, keep_model: bool) -> Files:
+def _run_and_pack(config: RunConfig, home: str, keep_model: bool) -> Files:
     """On a node: one run in a scratch folder. A run that failed comes back as such, with its traceback."""
     from ..training.run import run_training
 
@@ -126,9 +125,8 @@ def _run_and_pack(config: RunConfig, threads: int, home: str, keep_model: bool) 
         os.chdir(home)
     with tempfile.TemporaryDirectory(prefix="oelm-") as scratch:
         folder = Path(scratch) / "run"
-        system = config.system.model_copy(update={"threads": threads})
         try:
-            run_training(config.model_copy(update={"out": str(folder), "system": system}), quiet=True)
+            run_training(config.model_copy(update={"out": str(folder)}), quiet=True)
         except Exception:
             if not (folder / "run.json").exists():
                 raise

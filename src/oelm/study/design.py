@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import math
+import os
+import statistics
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
-import torch
 from rich.table import Table
 
 from ..config import RunConfig, TaskConfig
 from ..data.tasks import describe as published_task
 from ..data.tasks import load_task
-from ..flops import run_flops
-from ..method.surgery import dry_oelm
+from ..models.counts import Counts, gpt_counts
+from ..models.presets import vocabulary
 from ..record import read_metrics, timing_stats
-from ..runtime import choose_precision, measure_peak
-from ..training.rehearsal import random_model
-from .execute import gpu_memory, share_cores
+from .execute import THREADS, share_cores
+from .gpus import gpu_memory
 from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, groups, search_runs
 from .search import Point
 from .stats import minimum_detectable, smallest_p
 from .watch import Seen, duration_text, planned
 
+# Prints the FLOP/s of the fastest of a few single-precision products.
+PRODUCT = """
+import time, numpy
+a, times = numpy.random.default_rng(0).random((1024, 1024), numpy.float32), []
+for _ in range(6):
+    start = time.perf_counter()
+    a @ a
+    times.append(time.perf_counter() - start)
+print(2 * 1024**3 / min(times))
+"""
 SHARE = 0.4  # of the matmul peak that a step is assumed to reach: measured 0.28 with 0.2M parameters, 0.77 with 45M
 
 
@@ -64,8 +75,20 @@ class Design:
     notes: list[str]
 
 
-def describe(study: StudyConfig, sd: float = 0.01) -> Design:
-    """Cost and power of a study; `sd` is the assumed spread, in nats, of the paired differences over seeds."""
+@dataclass(frozen=True)
+class Spread:
+    """How far paired differences lie apart over seeds, in nats or as a share of accuracy."""
+
+    sd: float = 0.01
+    pairs: int = 0  # it was measured on; 0: assumed
+
+    def __str__(self) -> str:
+        return f"as measured on {self.pairs} pairs of this study" if self.pairs else "an assumption"
+
+
+def describe(study: StudyConfig, sd: float | None = None) -> Design:
+    """Cost and power of a study; `sd` is the spread of the paired differences over seeds, else as measured so far."""
+    spread = Spread(sd) if sd is not None else measured_spread(study)
     search, points = search_runs(study), dict[Group, Point]()
     for cell in search:
         points.setdefault(cell.group, cell.point)  # whichever is chosen costs the same
@@ -76,7 +99,7 @@ def describe(study: StudyConfig, sd: float = 0.01) -> Design:
     gpus = len(gpu_memory())
     slots, threads = share_cores(study.execution, some.system.threads, gpus)
     abreast = min(slots, gpus) if gpus else slots  # runs that share a GPU share its speed
-    costs, spent, basis = _timed([_cost(some, study) for some in cells.values()], study, some, threads)
+    costs, spent, basis = _timed([_cost(some, study) for some in cells.values()], study, some, threads, gpus)
     seconds: dict[str, float] = {}
     for stage in dict.fromkeys(stage for stage, *_ in cells):
         here = [cost for cost in costs if cost.stage == stage]
@@ -84,14 +107,43 @@ def describe(study: StudyConfig, sd: float = 0.01) -> Design:
     left = max(0.0, sum(seconds.values()) - spent / abreast)
     n, detectable = min(len(study.seeds_of(size)) for size in study.sizes or [""]), None
     if n > 1:
-        detectable = minimum_detectable(n, sd, confidence=study.decide.confidence)
+        detectable = minimum_detectable(n, spread.sd, confidence=study.decide.confidence)
     return Design(
         study.name, study.question, costs, slots, seconds, left, basis, n, smallest_p(n), detectable,
-        _notes(study, sd, detectable, some.task is not None),
+        _notes(study, spread, detectable, some.task is not None),
     )  # fmt: skip
 
 
-def _notes(study: StudyConfig, sd: float, detectable: float | None, some_task: bool) -> list[str]:
+def measured_spread(study: StudyConfig) -> Spread:
+    """Pooled over all arms that have two finished pairs by now; without one, a guess."""
+    cells, _, seen = planned(study)
+    values: dict[tuple[str, str, int | None], dict[str, dict[int, float]]] = {}
+    for cell in cells:
+        if cell.stage == "compare" and (value := _value(study, seen[cell.config.id])) is not None:
+            place = (cell.group.corpus, cell.group.size, cell.budget)
+            values.setdefault(place, {}).setdefault(cell.group.arm, {})[cell.seed] = value
+    squares, freedom, pairs = 0.0, 0, 0
+    for arms in values.values():
+        reference = arms.pop(study.decide.reference, {})
+        for arm in arms.values():
+            differences = [arm[seed] - reference[seed] for seed in arm if seed in reference]
+            if len(differences) > 1:
+                squares += statistics.variance(differences) * (len(differences) - 1)
+                freedom, pairs = freedom + len(differences) - 1, pairs + len(differences)
+    return Spread(math.sqrt(squares / freedom), pairs) if squares else Spread()
+
+
+def _value(study: StudyConfig, seen: Seen) -> float | None:
+    """What is compared of a finished run: its loss, or its error rate."""
+    if seen.record is None or seen.status != "finished":
+        return None
+    totals, split = seen.record["totals"], study.decide.split
+    found = (totals.get("splits") or {}).get(split, {}) if split else totals["best"]
+    measure = found.get(study.decide.metric)
+    return None if measure is None else 1 - measure if study.decide.metric == "accuracy" else measure
+
+
+def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_task: bool) -> list[str]:
     n, rule = min(len(study.seeds_of(size)) for size in study.sizes or [""]), study.decide
     p, level = smallest_p(n), 1 - rule.confidence
     rivals = sum(group.arm != rule.reference for group in groups(study))
@@ -120,10 +172,11 @@ def _notes(study: StudyConfig, sd: float, detectable: float | None, some_task: b
         margin = f"the margin (ln {rule.margin:g} = {math.log(rule.margin):.4f})"
         found = f"found with power 80 %: {detectable:.4f} nats away from 0 or from {margin}"
         alone = ", before Holm" if times > 1 else ""
-        notes.append(f"{found}, assuming that paired differences have sd {sd:g} nats{alone}")
+        notes.append(f"{found}{alone}, if paired differences have sd {spread.sd:.3g} nats ({spread})")
     else:
         found = f"found with power 80 %: {100 * detectable:.2f} points of accuracy away from 0 or from the margin"
-        notes.append(f"{found} ({rule.margin_points:g} points), assuming that paired differences have sd {100 * sd:g}")
+        points = f"sd {100 * spread.sd:.3g} ({spread})"
+        notes.append(f"{found} ({rule.margin_points:g} points), if paired differences have {points}")
     return notes
 
 
@@ -147,29 +200,49 @@ def _rows_of(task: str) -> int:
     return published_task(config).train_rows
 
 
-def _cost(cells: list[Cell], study: StudyConfig) -> Cost:
-    config, group, budget = cells[0].config, cells[0].group, cells[0].budget
+def _steps(config: RunConfig, context: int) -> int:
+    train = config.train
+    steps = train.max_steps or max(1, math.ceil((train.epochs or 1) * (_examples(config.task) // train.batch_size)))
+    return min(steps, max(1, train.max_tokens // (train.batch_size * context))) if train.max_tokens else steps
+
+
+def counts_of(config: RunConfig) -> Counts:
+    """By arithmetic where that is enough; else of the model itself, without its weights."""
+    method = config.method.oelm(0)
+    by_arithmetic = None if config.task else gpt_counts(config.model, vocabulary(config.data.tokenizer), method)
+    return by_arithmetic or built_counts(config)
+
+
+def built_counts(config: RunConfig) -> Counts:
+    """Of the model itself, on the meta device."""
+    import torch
+
+    from ..flops import run_flops
+    from ..method.surgery import dry_oelm
+    from ..training.rehearsal import random_model
+
     with torch.device("meta"):
         model, context, _ = random_model(config)
-    shape: Any = model.config
-    report, train = dry_oelm(model, config.method.oelm(0)), config.train
-    step = train.batch_size * context
-    steps = train.max_steps or max(1, math.ceil((train.epochs or 1) * (_examples(config.task) // train.batch_size)))
-    if train.max_tokens:
-        steps = min(steps, max(1, train.max_tokens // step))
+    report = dry_oelm(model, config.method.oelm(0))
+    flops, shape = run_flops(model, _steps(config, context), context), model.config
+    inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
+    sizes = (context, shape.hidden_size, inner, shape.num_hidden_layers)
+    return Counts(report.total, report.trainable, flops.forward, flops.total, *sizes)
+
+
+def _cost(cells: list[Cell], study: StudyConfig) -> Cost:
+    config, group, train = cells[0].config, cells[0].group, cells[0].config.train
+    found = counts_of(config)
+    steps, step = _steps(config, found.context), train.batch_size * found.context
     shared = _shared_steps(cells[0], study)
     tokens = (steps - shared) * step * len(cells)
-    width = shape.hidden_size
-    inner = getattr(shape, "intermediate_size", 4 * width)
-    kept = (8 * width + 2 * inner) * shape.num_hidden_layers * step // train.accumulate  # for the backward pass
-    memory = 4 * (report.total + 3 * report.trainable + kept)  # fp32; frozen weights have no gradient, no moments
-    model.oelm_report = report
-    flops = run_flops(model, steps, context)
+    kept = (8 * found.width + 2 * found.inner) * found.layers * step // train.accumulate  # for the backward pass
+    memory = 4 * (found.total + 3 * found.trainable + kept)  # fp32; frozen weights have no gradient, no moments
     per_evaluation = 0 if config.task else train.eval_tokens or 0
     evaluated = -(-(steps - shared) // train.eval_every) * per_evaluation * len(cells)
     return Cost(
-        cells[0].stage, *group, budget, len(cells), report.total, report.trainable, tokens, flops.total * tokens,
-        flops.forward * evaluated, memory,
+        cells[0].stage, *group, cells[0].budget, len(cells), found.total, found.trainable, tokens, found.flops * tokens,
+        found.forward * evaluated, memory,
     )  # fmt: skip
 
 
@@ -183,7 +256,9 @@ def _shared_steps(cell: Cell, study: StudyConfig) -> int:
     return train.decay_start(before[-1]) if train.warmup(before[-1]) == train.warmup(cell.budget or 0) else 0
 
 
-def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: int) -> tuple[list[Cost], float, str]:
+def _timed(
+    costs: list[Cost], study: StudyConfig, config: RunConfig, threads: int, gpus: int
+) -> tuple[list[Cost], float, str]:
     """The costs with their seconds, the seconds of finished runs among them, and what this was estimated from.
 
     Finished runs of the study are the best measure: a group's own where it has some, else all runs' seconds per FLOP.
@@ -199,13 +274,14 @@ def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: in
         done = sum(map(len, own.values()))
         speed = sum(work[place] for place in each) / sum(each.values())
         basis = f"{done} finished run{'s' * (done != 1)} of this study"
+    elif gpus:
+        from ..training.rehearsal import step_speed  # here, because a plan for the CPU does without torch
+
+        speed = step_speed(config)
+        basis = f"a few steps of {config.name} just taken on this GPU, {speed / 1e9:,.4g} GFLOP/s"
     else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        precision, _ = choose_precision(config.train.precision, device)
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        speed = SHARE * measure_peak(device, precision)
-        torch.set_num_threads(before)
+        plain = config.train.precision in ("auto", "fp32")
+        speed = SHARE * (_cpu_peak(threads) if plain else _torch_peak(config, threads))
         basis = (
             f"arithmetic at {SHARE:.0%} (assumed) of a matrix product's speed, {speed / SHARE / 1e9:.3g} GFLOP/s as "
             "just measured on this machine in its present state; tiny models run slower, large ones faster"
@@ -219,6 +295,28 @@ def _timed(costs: list[Cost], study: StudyConfig, config: RunConfig, threads: in
 
 def _place(cost: Cost) -> tuple[str, Group, int | None]:
     return cost.stage, Group(cost.arm, cost.corpus, cost.size), cost.budget
+
+
+def _torch_peak(config: RunConfig, threads: int) -> float:
+    import torch
+
+    from ..runtime import choose_precision, measure_peak
+
+    device = torch.device("cpu")
+    precision, _ = choose_precision(config.train.precision, device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    peak = measure_peak(device, precision)
+    torch.set_num_threads(before)
+    return peak
+
+
+def _cpu_peak(threads: int) -> float:
+    """FLOP/s of numpy's matrix product: about torch's, and torch takes seconds to load. In a process of its own, since
+    numpy asks for the number of threads once."""
+    environment = os.environ | dict.fromkeys(THREADS, str(threads))
+    done = subprocess.run([sys.executable, "-c", PRODUCT], env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout)
 
 
 def _seconds(cell: Cell, seen: Seen) -> float | None:

@@ -7,24 +7,21 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from filelock import FileLock, Timeout
-
-from ..config import DataConfig, RunConfig, SystemConfig
+from ..config import RunConfig
 from ..record import is_claimed
+from .gpus import GpuClaims, give, gpu_memory, pick_gpu
 from .plan import Cell, Execution, StudyConfig, check_runs, choose, comparison_runs, groups
 from .watch import begin, diverged, look, losses, searched, unsettled
 
@@ -42,14 +39,15 @@ def run_study(
     """Runs what is unfinished: the search for learning rates, then the comparison. Returns folder -> problem."""
     if on not in ("local", "ray"):
         raise ValueError(f"--on: unknown {on!r}; choose local or ray")
-    begin(study)
+    if on == "ray" or (study.folder / "study.json").exists():  # the cluster may have data that this machine has not
+        begin(study)
 
     def run(cells: Sequence[Cell]) -> dict[Path, str]:
         if on == "ray":
             from .cluster import run_on_ray
 
             return run_on_ray(cells, study.execution, address, say=say, tick=tick)
-        return run_local(cells, study.execution, say=say, tick=tick)
+        return run_local(cells, study.execution, say=say, tick=tick, ready=lambda: begin(study))
 
     problems: dict[Path, str] = {}
     while True:  # a closing search asks for more runs when it has seen the last ones
@@ -74,10 +72,13 @@ def run_study(
 
 def run_local(
     cells: Sequence[Cell], execution: Execution, *, say: Say = print, tick: Tick = lambda: None,
-    gpus: Callable[[], dict[str, float]] | None = None,
+    gpus: Callable[[], dict[str, float]] | None = None, ready: Callable[[], object] = lambda: None,
 ) -> dict[Path, str]:  # fmt: skip
-    """Runs the cells that are not over and waits for those that other launchers run. Returns folder -> problem."""
-    launcher = _Launcher(cells, execution, say, tick, gpus or gpu_memory)
+    """Runs the cells that are not over and waits for those that other launchers run. Returns folder -> problem.
+
+    `ready` is called once the data of all of them has been read, before the first run starts.
+    """
+    launcher = _Launcher(cells, execution, say, tick, gpus or gpu_memory, ready)
     if launcher.queue:
         with _handling(signal.SIGTERM, _leave), _handling(signal.SIGHUP, _leave):
             launcher.run()
@@ -94,11 +95,12 @@ class _Child:
 
 class _Launcher:
     def __init__(
-        self, cells: Sequence[Cell], execution: Execution, say: Say, tick: Tick, gpus: Callable[[], dict[str, float]]
-    ) -> None:
+        self, cells: Sequence[Cell], execution: Execution, say: Say, tick: Tick, gpus: Callable[[], dict[str, float]],
+        ready: Callable[[], object],
+    ) -> None:  # fmt: skip
         queue, self.problems = unsettled(cells)
         self.queue, self.total, self.began = deque(queue), len(cells), time.time()
-        self.execution, self.say, self.tick, self.gpus = execution, say, tick, gpus
+        self.execution, self.say, self.tick, self.gpus, self.ready = execution, say, tick, gpus, ready
         self.children: list[_Child] = []
         self.claims = GpuClaims()
         self.elsewhere: list[Cell] = []  # held by another launcher
@@ -117,6 +119,7 @@ class _Launcher:
             if not self.on_gpu:
                 _start_forkserver()
             self._prepare()
+            self.ready()
             self._loop()
         finally:
             self._stop()
@@ -125,11 +128,10 @@ class _Launcher:
             os.environ.update(before)
 
     def _prepare(self) -> None:
-        """Each corpus once, before the runs could all try."""
-        wanted = {cell.config.source: cell.config for cell in self.queue if not cell.config.task}
-        for config in wanted.values():
+        """Each corpus and each task once, before the runs could all try: what cannot be read stops the study here."""
+        for config in {cell.config.source: cell.config for cell in self.queue}.values():
             with ProcessPoolExecutor(1, mp_context=self.context) as pool:
-                pool.submit(_prepare, config.data, config.system).result()
+                pool.submit(_prepare, config).result()
 
     def _loop(self) -> None:
         looked = 0.0
@@ -238,63 +240,6 @@ def share_cores(execution: Execution, threads: int | None, gpus: int = 0) -> tup
     return slots, threads or max(1, cores // slots)
 
 
-def pick_gpu(free: Mapping[str, float], ours: Mapping[str, int], execution: Execution) -> str | None:
-    """A GPU with room: one of ours below runs_per_gpu, or one that others leave free; the emptiest first."""
-    room = [
-        gpu for gpu, share in free.items()
-        if (ours.get(gpu, 0) < execution.runs_per_gpu if ours.get(gpu) else share >= execution.gpu_free_memory)
-    ]  # fmt: skip
-    return min(room, key=lambda gpu: (ours.get(gpu, 0), -free[gpu]), default=None)
-
-
-class GpuClaims:
-    """GPUs that this launcher uses. Memory alone does not tell: a run just started has not taken any yet."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, FileLock] = {}
-
-    def take(self, gpu: str) -> bool:
-        """Claims it for this launcher, unless another one has; the claim ends with the process at the latest."""
-        if gpu not in self.held:
-            folder = Path(tempfile.gettempdir()) / f"oelm-gpus-{os.getuid()}"
-            folder.mkdir(mode=0o700, exist_ok=True)
-            lock = FileLock(folder / f"{gpu}.lock")
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                return False
-            self.held[gpu] = lock
-        return True
-
-    def keep(self, gpus: Set[str]) -> None:
-        """Gives up all others."""
-        for gpu in [g for g in self.held if g not in gpus]:
-            self.held.pop(gpu).release()
-
-
-def gpu_memory() -> dict[str, float]:
-    """Free share of each visible GPU's memory by UUID, whose order CUDA and the driver never dispute."""
-    try:
-        pynvml = import_module("pynvml")  # optional
-    except ImportError:
-        if Path("/dev/nvidia0").exists():
-            raise ValueError("this machine has a GPU; to see when it is free: pip install nvidia-ml-py") from None
-        return {}
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    try:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [str(i) for i in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
-        get = {True: lambda n: pynvml.nvmlDeviceGetHandleByIndex(int(n)), False: pynvml.nvmlDeviceGetHandleByUUID}
-        handles = [get[name.strip().isdecimal()](name.strip()) for name in names if name.strip()]
-        memory = {pynvml.nvmlDeviceGetUUID(h): pynvml.nvmlDeviceGetMemoryInfo(h) for h in handles}
-        return {uuid: info.free / info.total for uuid, info in memory.items()}
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def _child(config: RunConfig, gpu: str | None) -> None:
     """One run in its own process, away from the terminal: what it prints goes to console.log."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which asks each run once, by SIGTERM
@@ -303,8 +248,7 @@ def _child(config: RunConfig, gpu: str | None) -> None:
     console = os.open(config.folder / "console.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(console, 1)
     os.dup2(console, 2)
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    give(gpu)
     from ..training.run import run_training
 
     try:
@@ -315,12 +259,17 @@ def _child(config: RunConfig, gpu: str | None) -> None:
         raise
 
 
-def _prepare(data: DataConfig, system: SystemConfig) -> None:
+def _prepare(config: RunConfig) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to tidy up: what is half prepared is thrown away
     _end_with_the_launcher()
+    if config.task:
+        from ..data.tasks import load_task
+
+        load_task(config.task)
+        return
     from ..training.pretrain import prepare_data
 
-    prepare_data(data, system, progress=True)
+    prepare_data(config.data, config.system, progress=True)
 
 
 def _end_with_the_launcher() -> None:

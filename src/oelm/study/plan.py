@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from ..config import (
     MAIN_FIELD,
@@ -57,7 +57,7 @@ class Execution(Section):
     slots: int | None = Field(None, ge=1)  # runs at once on this machine; default: one per core, or per free GPU
     runs_per_gpu: int = Field(1, ge=1)  # at once
     gpu_free_memory: float = Field(0.9, gt=0, le=1)  # a GPU with at least this share of its memory free is free
-    cpus_per_run: float = Field(1, gt=0)  # asked of a Ray cluster; also the threads of a run there
+    cpus_per_run: float = Field(1, gt=0)  # asked of a Ray cluster; threads are base.system.threads
     gpus_per_run: float = Field(0, ge=0)  # asked of a Ray cluster; a share is fine
 
 
@@ -69,6 +69,7 @@ class StudyConfig(Section):
     base: dict[str, Any] = Field({})  # a RunConfig, as in its own file
     arms: dict[str, dict[str, Any]] = Field(min_length=1)  # name -> overrides; without a method, the name is the method
     seeds: PerSize = Field([0, 1, 2, 3, 4, 5], min_length=1)  # both init_seed and data_seed; or size -> seeds
+    extension: list[int] = Field([])  # seeds added after the study began, to all sizes; the page says so
     corpora: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's corpus
     sizes: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's model
     budgets: PerSize = Field([])  # steps: each of these train.max_steps; or size -> steps; empty: one length
@@ -77,11 +78,18 @@ class StudyConfig(Section):
     search: Closing | None = None  # in place of lr: a search that extends itself until it has closed
     check: RateCheck | None = None  # None: the chosen rates are not checked at the longest budget
     decide: Decide = Decide()
-    published: dict[str, str] = Field({})  # arm, or arm/corpus -> id of the row that it reproduces (see published.py)
+    published: dict[str, str] = Field({})  # arm, or arm/corpus -> id of the published row that it repeats
     execution: Execution = Execution()
     cpu: dict[str, Any] = Field({})  # overrides of all of the above for --scale cpu
 
+    HOLDS: ClassVar[dict[str, type[Section]]] = {"base": RunConfig}  # where a key of a run belongs
     _place: Path | None = PrivateAttr(None)
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _names_alone(cls, arms: Any) -> Any:
+        """`arms: [baseline, oelm]` needs no overrides."""
+        return {name: {} for name in arms} if isinstance(arms, list) else arms
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -115,6 +123,9 @@ class StudyConfig(Section):
                 raise ValueError(f"only: {unknown[0]!r} is neither a size nor a corpus of this study")
             if arm not in self.arms:
                 raise ValueError(f"only: {arm!r} is not one of the arms {', '.join(self.arms)}")
+        for size in self.sizes or [""]:
+            if len(set(self.seeds_of(size))) < len(self.seeds_of(size)):
+                raise ValueError("extension: names a seed that the study has already")
         self._search_fits()
         return self
 
@@ -146,7 +157,12 @@ class StudyConfig(Section):
         return found.seeds if found else []
 
     def seeds_of(self, size: str) -> list[int]:
-        return self.seeds[size] if isinstance(self.seeds, dict) else self.seeds
+        return [*(self.seeds[size] if isinstance(self.seeds, dict) else self.seeds), *self.extension]
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of each run, part of the design: another number changes late digits."""
+        return (self.base.get("system") or {}).get("threads") or 1
 
     def budgets_of(self, size: str) -> list[int | None]:
         """In rising order: each goes on from where the shorter one began to decay."""
@@ -327,8 +343,8 @@ def _cell(
     for key, value in zip(study.searched if point else (), point, strict=True):
         set_key(searched, key, value)
     raw = merge(
-        {"method": {"arm": group.arm}}, study.base, study.corpora.get(group.corpus, {}),
-        study.sizes.get(group.size, {}), study.arms[group.arm],
+        {"method": {"arm": group.arm}}, study.base, {"system": {"threads": study.threads}},
+        study.corpora.get(group.corpus, {}), study.sizes.get(group.size, {}), study.arms[group.arm],
         {"init_seed": seed, "data_seed": seed}, searched, {"train": {"max_steps": budget}} if budget else {},
     )  # fmt: skip
     config = parse_config(raw)

@@ -1,7 +1,8 @@
 """What freezing cost, with its uncertainty: paired differences, non-inferiority, McNemar, intervals.
 
 A difference is arm - baseline at one seed, in validation loss (nats) or error rate: positive means worse.
-Results are plain (`dataclasses.asdict` is JSON). What cannot be computed is None; a NaN in is an error.
+Results are plain (`dataclasses.asdict` is JSON). What cannot be computed is None; a NaN in is an error. scipy.stats and
+statsmodels, slow to load, are loaded by those who use them: a plan does not.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import statsmodels.stats.api as sms  # type: ignore[import-untyped]
+import scipy  # type: ignore[import-untyped]
 from numpy.typing import ArrayLike, NDArray
-from scipy import special  # type: ignore[import-untyped]
-from scipy import stats as sps
 
 Decision = Literal["superior", "non-inferior", "inferior", "inconclusive", "too few seeds"]
 _ENUMERATED = 20  # pairs: up to 2**20 sign flips are tried one and all, beyond that they are drawn
@@ -79,20 +78,13 @@ class PooledMcNemar:
     naive: McNemar  # counts every seed's answer to an example as a new example: rejects too often
 
 
-@dataclass(frozen=True)
-class MedianRatio:
-    ratio: float
-    interval: Interval | None  # None for a single block
-    blocks: int
-
-
 def seed_spread(values: ArrayLike, *, confidence: float = 0.95) -> Spread:
     """How one arm's results scatter over seeds."""
     v = _numbers("values", values)
     _check_range("confidence", confidence)
     sd, t = float(v.std(ddof=1)) if v.size > 1 else None, None
     if not _why_no_interval(v):
-        t = Interval(*map(float, sps.ttest_1samp(v, 0.0).confidence_interval(confidence)))
+        t = Interval(*map(float, scipy.stats.ttest_1samp(v, 0.0).confidence_interval(confidence)))
     return Spread(v.size, float(v.mean()), sd, float(v.min()), float(v.max()), t)
 
 
@@ -105,7 +97,7 @@ def paired(differences: ArrayLike, *, confidence: float = 0.95, seed: int = 0) -
     missing = _why_no_interval(d)
     bca, bca_missing = None, missing or ("needs at least three pairs" if n < 3 else None)
     if not bca_missing:
-        drawn = sps.bootstrap((d,), np.mean, confidence_level=confidence, method="BCa", rng=rng)
+        drawn = scipy.stats.bootstrap((d,), np.mean, confidence_level=confidence, method="BCa", rng=rng)
         bca = Interval(*map(float, drawn.confidence_interval))
     p, exact, ratio, least = _sign_flip_p(d, rng), n <= _ENUMERATED, math.exp(mean), smallest_p(n)
     return Paired(n, confidence, mean, ratio, spread.sd, spread.t, missing, bca, bca_missing, p, exact, least)
@@ -137,14 +129,16 @@ def noninferiority_p(differences: ArrayLike, margin: float) -> float:
     _check(0 <= margin < math.inf, f"margin: {margin} is not a finite number from 0 on")
     if missing := _why_no_interval(d):
         raise ValueError(f"differences: no t test: {missing}")
-    return float(sps.ttest_1samp(d, margin, alternative="less").pvalue)
+    return float(scipy.stats.ttest_1samp(d, margin, alternative="less").pvalue)
 
 
 def holm(p_values: ArrayLike) -> list[float]:
     """Holm's adjusted p-values, in the order given: bounds the chance of any false claim over all arms."""
     p = _numbers("p_values", p_values)
     _check(bool(p.min() >= 0 and p.max() <= 1), "p_values: a p-value lies between 0 and 1")
-    return [float(value) for value in sms.multipletests(p, method="holm")[1]]
+    from statsmodels.stats.multitest import multipletests  # type: ignore[import-untyped]
+
+    return [float(value) for value in multipletests(p, method="holm")[1]]
 
 
 def smallest_p(n: int) -> float:
@@ -159,8 +153,8 @@ def minimum_detectable(n: int, sd: float, *, confidence: float = 0.95, power: fl
     _check_range("sd", sd, math.inf)
     _check_range("confidence", confidence)
     _check_range("power", power)
-    critical = sps.t.ppf((1 + confidence) / 2, n - 1)
-    return float(special.nctdtrinc(n - 1, 1 - power, critical)) / math.sqrt(n) * sd
+    critical = scipy.special.stdtrit(n - 1, (1 + confidence) / 2)  # Student's t
+    return float(scipy.special.nctdtrinc(n - 1, 1 - power, critical)) / math.sqrt(n) * sd
 
 
 def wilson(successes: float, n: int, confidence: float = 0.95) -> Interval:
@@ -171,7 +165,9 @@ def wilson(successes: float, n: int, confidence: float = 0.95) -> Interval:
     """
     _check(0 <= successes <= n and n > 0, f"successes: {successes} of {n} is no proportion")
     _check_range("confidence", confidence)
-    return Interval(*map(float, sms.proportion_confint(successes, n, 1 - confidence, method="wilson")))
+    from statsmodels.stats.proportion import proportion_confint  # type: ignore[import-untyped]
+
+    return Interval(*map(float, proportion_confint(successes, n, 1 - confidence, method="wilson")))
 
 
 def mcnemar(correct_a: ArrayLike, correct_b: ArrayLike) -> McNemar:
@@ -179,7 +175,9 @@ def mcnemar(correct_a: ArrayLike, correct_b: ArrayLike) -> McNemar:
     a, b = _correct("correct_a", correct_a), _correct("correct_b", correct_b)
     _check(a.size == b.size, f"correct_a, correct_b: unequal lengths {a.size}, {b.size}")
     only_a, only_b = int((a & ~b).sum()), int((~a & b).sum())
-    test = sms.mcnemar([[0, only_a], [only_b, 0]], exact=True)
+    from statsmodels.stats.contingency_tables import mcnemar as exact_mcnemar  # type: ignore[import-untyped]
+
+    test = exact_mcnemar([[0, only_a], [only_b, 0]], exact=True)
     return McNemar(a.size, only_a, only_b, (only_a - only_b) / a.size, float(test.pvalue))
 
 
@@ -199,32 +197,12 @@ def pooled_mcnemar(runs: Sequence[tuple[ArrayLike, ArrayLike]]) -> PooledMcNemar
     return PooledMcNemar(len(runs), sizes[0], clustered_p, mcnemar(a.ravel(), b.ravel()))
 
 
-def ratio_of_medians(
-    a: ArrayLike, b: ArrayLike, *, blocks: ArrayLike | None = None, confidence: float = 0.95, seed: int = 0
-) -> MedianRatio:
-    """median(a) / median(b) of durations measured in turns, with a percentile bootstrap over blocks.
-
-    `blocks[i]` names the block that holds a[i] and b[i] (default: each i its own). Whole blocks are drawn,
-    the same for a and b, because steps of one block share the state of the machine.
-    """
-    times_a, times_b = _numbers("a", a), _numbers("b", b)
-    labels = np.arange(times_a.size) if blocks is None else _numbers("blocks", blocks)
-    sizes = (times_a.size, times_b.size, labels.size)
-    _check(len(set(sizes)) == 1, f"a, b, blocks: unequal lengths {sizes}")
-    _check(min(times_a.min(), times_b.min()) > 0, "a, b: a duration must be positive")
+def median_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval | None:
+    """Of the median, from the values' own order: assumes independence only. None for so few that none is as sure."""
+    v = _numbers("values", values)
     _check_range("confidence", confidence)
-    members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-
-    def ratio(drawn: NDArray[Any]) -> float:
-        steps = np.concatenate([members[i] for i in drawn])
-        return float(np.median(times_a[steps]) / np.median(times_b[steps]))
-
-    every, interval = np.arange(len(members)), None
-    if every.size > 1:
-        options = {"n_resamples": 1999, "method": "percentile", "rng": np.random.default_rng(seed)}
-        drawn = sps.bootstrap((every,), ratio, vectorized=False, confidence_level=confidence, **options)
-        interval = Interval(*map(float, drawn.confidence_interval))
-    return MedianRatio(ratio(every), interval, every.size)
+    low, high = scipy.stats.quantile_test(v, q=float(np.median(v)), p=0.5).confidence_interval(confidence)
+    return Interval(float(low), float(high)) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def _sign_flip_p(d: NDArray[np.float64], rng: np.random.Generator) -> float:
@@ -244,7 +222,7 @@ def _signed_sum_p(sums: NDArray[Any]) -> float:
     flipped = np.ones(1)
     for size, count in zip(sizes, counts, strict=True):
         term = np.zeros(size * count + 1)
-        term[::size] = sps.binom.pmf(np.arange(count + 1), count, 0.5)
+        term[::size] = scipy.stats.binom.pmf(np.arange(count + 1), count, 0.5)
         flipped = np.convolve(flipped, term)
     signed = flipped.size - 1 - 2 * np.arange(flipped.size)
     return min(1.0, float(flipped[np.abs(signed) >= abs(int(sums.sum()))].sum()))

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ..config import validation_line
 from ..record import differences, evaluations, is_claimed, read_metrics, read_run, sweep, write_atomically
+from ..validation import validation_line
 from .plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 
 COLUMNS = {
@@ -31,7 +31,7 @@ OVER = ("finished", "failed", "damaged")
 
 
 def begin(study: StudyConfig) -> Path:
-    """Writes study.json once. A file that changed since is refused: the design was decided before the runs."""
+    """Writes study.json. Once a run has started, a changed design is refused: it was decided before the runs."""
     path = study.folder / "study.json"
     study.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(study.folder / ".begin"):  # two launchers may begin at once
@@ -41,14 +41,23 @@ def begin(study: StudyConfig) -> Path:
 
 
 def _begin(study: StudyConfig, path: Path) -> None:
-    if path.exists():
-        if changed := differences(_design(read_study(study.folder)), _design(study)):
+    if path.exists() and _has_run(study.folder):
+        before = read_study(study.folder)
+        if lost := [seed for seed in before.extension if seed not in study.extension]:
+            raise ValueError(f"{path}: the study was extended by seed {lost[0]}; extension may grow, not shrink")
+        if changed := differences(_design(before), _design(study)):
             raise ValueError(
                 f"{path}: the study began with another design ({'; '.join(changed)}); restore the file, "
-                f"or start a study of its own with name={study.name}-2"
+                f"or start a study of its own with name={study.name}-2; seeds may be added as extension=[...]"
             )
-    else:
-        write_atomically(path, study.model_dump_json(indent=1, exclude={"cpu"}) + "\n")
+        if study.extension == before.extension:
+            return
+    write_atomically(path, study.model_dump_json(indent=1, exclude={"cpu"}) + "\n")
+
+
+def _has_run(folder: Path) -> bool:
+    """Whether any run of the study has started."""
+    return any(folder.glob("*/run.json")) or any(is_claimed(claim.parent) for claim in folder.glob("*/.claim"))
 
 
 def read_study(folder: Path) -> StudyConfig:
@@ -65,9 +74,9 @@ def read_study(folder: Path) -> StudyConfig:
 
 def _design(study: StudyConfig) -> dict[str, Any]:
     """What decides the numbers and the verdict: not where or how fast it runs."""
-    design = study.model_dump(mode="json", exclude={"name", "execution", "cpu"})
+    design = study.model_dump(mode="json", exclude={"name", "execution", "cpu", "extension"})
     design["base"].pop("system", None)
-    return design
+    return design | {"threads": study.threads}
 
 
 class Seen(NamedTuple):

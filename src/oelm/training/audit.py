@@ -70,7 +70,8 @@ def audit(folder: Path) -> list[str]:
 
     for name in ("best", "last"):
         if name == "best" and any(isinstance(module, Recovered) for module in model.modules()):
-            done.append("best: corrections are merged into its weights, so it has no frozen bytes of its own; see last")
+            gone = "see last" if (folder / "last").exists() else "its checkpoint, which has them, was not kept"
+            done.append(f"best: corrections are merged into its weights, so it has no frozen bytes of its own; {gone}")
             continue
         if name == "best":
             go_on_to(min(evaluations(metrics), key=lambda line: line["loss"])["step"])

@@ -28,8 +28,8 @@ def save_checkpoint(
 
     All processes call it, because sharded tensors are gathered; the one with `write` writes.
     """
-    weights = {name: gathered(t).detach().contiguous() for name, t in _tensors(model).items()}
-    states = tree_map_only(torch.Tensor, gathered, [optimizer.state_dict() for optimizer in optimizers])
+    weights = collected(_tensors(model), write)
+    states = collected([optimizer.state_dict() for optimizer in optimizers], write)
     if not write:
         return
     saving, last, previous = run / ".saving", run / "last", run / "previous"
@@ -115,6 +115,23 @@ def _read(folder: Path, model: nn.Module, optimizers: int) -> tuple[dict[str, to
     if kept != [["param_groups", "state"]] * optimizers:
         raise ValueError(f"optimizer.pt does not hold the state of {optimizers} optimizers")
     return tensors, states
+
+
+def collected(tree: Any, keep: bool) -> Any:
+    """The whole tensors of a tree on the CPU of the process that keeps them; elsewhere None in their place.
+
+    All processes must ask, because sharded tensors are gathered: one at a time, so that no device ever holds more of
+    the others' shares than that of its largest tensor. Ties stay ties.
+    """
+    known: dict[int, torch.Tensor | None] = {}
+
+    def fetch(tensor: torch.Tensor) -> torch.Tensor | None:
+        if id(tensor) not in known:
+            whole = gathered(tensor.detach())
+            known[id(tensor)] = whole.to("cpu").contiguous() if keep else None
+        return known[id(tensor)]
+
+    return tree_map_only(torch.Tensor, fetch, tree)
 
 
 def set_aside_damaged(run: Path) -> None:

@@ -4,13 +4,47 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..record import PHASES
+from ..runtime import synchronize
 
 WARMUP = 10  # steps after every start of a process whose times are not representative
+
+
+def idle_share(step: Callable[[], object], device: torch.device, steps: int = 5) -> float | None:
+    """Share of a step in which a GPU waits for the host to launch something; None on a CPU, which waits for nobody.
+
+    The time of the kernels themselves, by the profiler, against the time of the steps without one.
+    """
+    if device.type != "cuda":
+        return None
+    step()
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(device)
+    wall = time.perf_counter() - start
+    return min(max(1 - _busy(step, device, steps) / wall, 0.0), 1.0)
+
+
+def _busy(step: Callable[[], object], device: torch.device, steps: int) -> float:
+    """Seconds that the device's kernels and copies take."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        synchronize(device)
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+
+
+def most_saved(ceiling: float, idle: float | None) -> float:
+    """The share of a step that freezing can save: the arithmetic's ceiling of the busy time, and all of the idle time,
+    for fewer kernels take less launching. More than this is a measurement error."""
+    return max(ceiling, 0.0) * (1 - (idle or 0.0)) + (idle or 0.0)
 
 
 class Clock:
@@ -30,8 +64,7 @@ class Clock:
 
     def flush(self) -> dict[str, Any]:
         """The steps since the last flush, as fields of a metrics line."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         spans = [dict.fromkeys(PHASES, 0.0) for _ in self.steps]
         for span, moments in zip(spans, self.steps, strict=True):
             for (_, before), (phase, after) in itertools.pairwise(moments):

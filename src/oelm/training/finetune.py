@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import RunConfig
+from ..config import RunConfig, parse_config
 from ..data.examples import Encoded, Epochs, encode, in_order
-from ..data.tasks import TaskData, describe, load_task
+from ..data.tasks import Examples, TaskData, describe, load_task
 from ..method.surgery import dry_oelm
+from ..models.build import load_whole
 from ..models.classifiers import HEAD, build_classifier, check_fit, load_tokenizer
+from ..record import read_run
 
 
 @dataclass
@@ -154,18 +157,13 @@ class FineTuning:
         data, splits = self._data
         model = self._model
         epochs = Epochs(splits["train"].lengths, config.train.batch_size, config.data_seed)
-        spelt = [self._tokenizer(name)["input_ids"] for name in data.labels] if task.style == "text" else []
-        longest_name = max(map(len, spelt), default=0)
-        # All of one length, the last token repeated: a mean over tokens is then the mean over examples, in any parts.
-        spelt = [ids + ids[-1:] * (longest_name - len(ids)) for ids in spelt]
-        if len({tuple(ids) for ids in spelt}) < len(spelt):
-            raise ValueError(f"task.labels: the tokenizer of {config.model.name} writes two of them alike")
+        spelt = spell(data.labels, self._tokenizer, config.model.name) if task.style == "text" else []
         longest = [epochs.longest(step) for step in range(epochs.per_epoch)]
         mean = round(sum(longest) / len(longest))
         return (
             model,
             Classification(config, splits, self._tokenizer, epochs, data.metric, spelt),
-            (mean, longest_name or None),
+            (mean, len(spelt[0]) if spelt else None),
         )
 
     def finish(self, model: nn.Module, task: Classification, accelerator: Accelerator) -> dict[str, Any]:
@@ -209,6 +207,47 @@ class FineTuning:
         data = load_task(self._task())
         encoded = {name: encode(e, self._tokenizer, self._task().max_length) for name, e in data.splits.items()}
         return data, encoded
+
+
+def spell(labels: Sequence[str], tokenizer: Any, name: str) -> list[list[int]]:
+    """Token ids of each label's name, for a model that writes them."""
+    spelt = [tokenizer(label)["input_ids"] for label in labels]
+    longest = max(map(len, spelt))
+    # All of one length, the last token repeated: a mean over tokens is then the mean over examples, in any parts.
+    spelt = [ids + ids[-1:] * (longest - len(ids)) for ids in spelt]
+    if len({tuple(ids) for ids in spelt}) < len(spelt):
+        raise ValueError(f"task.labels: the tokenizer of {name} writes two of them alike")
+    return spelt
+
+
+def predict(folder: Path, texts: Sequence[tuple[str, ...]]) -> list[dict[str, float]]:
+    """The probability of each label by a run's best model, for each text or pair of texts."""
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    record = read_run(folder)
+    config = parse_config(record["config"], str(folder))
+    if config.task is None:
+        raise ValueError(f"{folder}: is a language model, which knows no labels; say oelm sample {folder} --prompt ...")
+    taken = {len(layout.text) for layout in describe(config.task).layouts}
+    if (given := len(texts[0])) not in taken:
+        advice = "give --pair, the second text, too" if given < min(taken) else "leave --pair out"
+        raise ValueError(f"{folder}: {config.task.name} reads {min(taken)} at a time; {advice}")
+    writes = config.task.style == "text"
+    model = load_whole(AutoModelForSeq2SeqLM if writes else AutoModelForSequenceClassification, folder / "best")
+    tokenizer, labels = AutoTokenizer.from_pretrained(folder / "best"), record["task"]["labels"]
+    columns = tuple(list(column) for column in zip(*texts, strict=True))
+    encoded = encode(Examples(columns, [0] * len(texts)), tokenizer, config.task.max_length)
+    epochs = Epochs(encoded.lengths, len(encoded), 0)
+    spelt = spell(labels, tokenizer, config.model.name) if writes else []
+    task = Classification(config, {"given": encoded}, tokenizer, epochs, "accuracy", spelt)
+    found: list[dict[str, float]] = [{} for _ in texts]
+    with torch.no_grad():
+        for rows, arguments in in_order(encoded, config.train.batch_size):
+            del arguments["labels"]
+            shares = task._scores(model, arguments).float().softmax(-1).tolist()
+            for row, share in zip(rows, shares, strict=True):
+                found[row] = dict(zip(labels, share, strict=True))
+    return found
 
 
 def f1(labels: NDArray[np.int64], predicted: NDArray[np.int64]) -> float:

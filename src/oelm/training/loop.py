@@ -20,12 +20,14 @@ from accelerate import Accelerator
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from torch import Tensor, nn
 
-from ..config import RunConfig, validation_line
+from ..config import RunConfig
 from ..method.layout import gathered
 from ..method.verify import unwrap, verify
 from ..record import Run, check_metrics
-from .checkpoint import find_best, load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
+from ..validation import validation_line
+from .checkpoint import collected, find_best, load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
 from .clock import WARMUP, Clock
+from .device import agree_on_start, upload
 from .freezing import Freezer
 from .optim import learning_rate, set_learning_rate
 from .screen import Screen
@@ -131,7 +133,8 @@ def train(
     def checkpoint() -> None:
         book.flush(progress)
         verify(inner, optimizer=optimizers)
-        if not all(bool(gathered(p).isfinite().all()) for p in inner.parameters() if p.requires_grad):
+        finite = [gathered(p).isfinite().all() for p in inner.parameters() if p.requires_grad]
+        if not torch.stack(finite).all():
             raise TrainingFailed(f"a weight is not finite after step {progress.step}; {ADVICE}")
         start = time.perf_counter()
         meta = {"id": config.id, **asdict(progress), **(run.metrics_mark() if run else {})}
@@ -227,6 +230,7 @@ def _take_up(
 
     folder = config.folder
     meta = load_checkpoint(folder, model, optimizers, warn, freezer.take_up, check)
+    agree_on_start(accelerator, folder, meta["id"] if meta else config.id, meta["step"] if meta else 0)
     best = find_best(folder, meta) if meta else None
     accelerator.wait_for_everyone()  # before the first process moves anything that another is reading
     if meta is None:
@@ -271,8 +275,7 @@ def train_step(
     set_learning_rate(optimizers, learning_rate(step, config.train, total), step)
     summed: Tensor | None = None
     for i in range(micro):
-        arguments = task.batch(step, accelerator.process_index * micro + i, parts)
-        arguments = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in arguments.items()}
+        arguments = upload(task.batch(step, accelerator.process_index * micro + i, parts), accelerator.device)
         clock.mark("data")
         with accelerator.no_sync(model) if i < micro - 1 else nullcontext():
             loss = model(**arguments).loss / micro
@@ -311,7 +314,9 @@ class _Bookkeeper:
             return
         stacked = torch.stack([loss.float() for loss, _ in self.pending])
         losses = self.accelerator.reduce(stacked, "mean").tolist()
-        norms = [float(norm) if norm is not None else None for _, norm in self.pending]
+        norms: list[Any] = [norm for _, norm in self.pending]
+        if norms[0] is not None:
+            norms = torch.stack(norms).tolist()  # all at once: each alone would wait for the device
         first = progress.step - len(self.pending)
         tokens = sum(self.task.tokens(step) for step in range(first, progress.step))
         self.pending = []
@@ -358,7 +363,7 @@ def _evaluate(
     if better:
         progress.best = {**metrics, "step": progress.step}
         inner = unwrap(accelerator.unwrap_model(model))
-        state = {name: gathered(tensor) for name, tensor in inner.state_dict().items()}
+        state = collected(inner.state_dict(keep_vars=True), keep=run is not None)
         if run:
             replace_folder(folder / "best", lambda f: task.save(inner, state, f), progress.best)
     if run:

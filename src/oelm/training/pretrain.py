@@ -68,7 +68,8 @@ class LanguageModelling:
             # Every process takes part in every batch, with nothing to count if need be: sharded models must agree.
             x, y = (x[mine], y[mine]) if len(x[mine]) else (x[:1], torch.full_like(y[:1], -100))
             counted = int((y >= 0).sum())  # on the host, where y still is
-            loss = model(input_ids=x.to(accelerator.device), shift_labels=y.to(accelerator.device)).loss
+            x, y = (tensor.to(accelerator.device, non_blocking=True) for tensor in (x, y))
+            loss = model(input_ids=x, shift_labels=y).loss
             if counted:
                 total[0] += loss.double() * counted
                 total[1] += counted

@@ -12,16 +12,18 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..config import RunConfig
-from ..data.tasks import describe
+from ..data.corpus import check_corpus
+from ..data.tasks import check_task, describe
 from ..flops import run_flops
 from ..method.surgery import apply_oelm
 from ..method.verify import verify
 from ..models.build import build_gpt
 from ..models.classifiers import build_classifier
-from ..runtime import choose_precision
+from ..models.presets import vocabulary
+from ..runtime import check_trackers, synchronize
 from .clock import Clock
+from .device import compile_now, make_ready, start_accelerator
 from .loop import train_step
-from .optim import make_optimizers
 
 
 @dataclass
@@ -42,10 +44,10 @@ class RandomTokens:
     def batch(self, step: int, part: int, parts: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(self.vocab_size, (self.batch_size, self.context + 1), generator=generator)
-        ids = ids[part * self.batch_size // parts : (part + 1) * self.batch_size // parts]
-        x = ids[:, :-1].contiguous()
+        ids = ids[part * self.batch_size // parts : (part + 1) * self.batch_size // parts].clone()
         if self.classes is None:
-            return {"input_ids": x, "shift_labels": ids[:, 1:].contiguous()}
+            return {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}
+        x = ids[:, :-1].contiguous()
         if self.end is not None:  # some models want one token that ends the text, at the same place in all
             x[x == self.end] = (self.end + 1) % self.vocab_size
             x[:, -1] = self.end
@@ -59,12 +61,6 @@ class RandomTokens:
 
     def save(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
         raise TypeError("random tokens make no model worth saving")
-
-
-def vocabulary(tokenizer: str) -> int:
-    """Its size without loading it; GPT-2's for one that only its file knows."""
-    size = tokenizer.removeprefix("bpe:")
-    return int(size) if size.isdecimal() else 257 if size == "bytes" else 50257
 
 
 def random_model(config: RunConfig, vocab_size: int | None = None) -> tuple[Any, int, int | None]:
@@ -89,25 +85,22 @@ def random_tokens(model: Any, batch_size: int, context: int, classes: int | None
     return RandomTokens(model.config.vocab_size, batch_size, context, classes, end if isinstance(end, int) else None)
 
 
-def start_accelerator(config: RunConfig) -> Accelerator:
-    if config.system.threads:
-        torch.set_num_threads(config.system.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision, _ = choose_precision(config.train.precision, device)
-    return Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), cpu=device.type == "cpu")
-
-
 def rehearse(config: RunConfig) -> str:
     """Builds, operates and takes one optimizer step, writes nothing; says what was counted and checked."""
+    check_trackers(config.system.trackers)
+    check_task(config.task) if config.task else check_corpus(config.data.corpus)
     accelerator = start_accelerator(config)
     model, context, classes = random_model(config)
     report = apply_oelm(model, config.method.oelm(config.init_seed))
     flops = run_flops(model, config.train.max_steps or 1000, context)  # a schedule's shares are the same for any length
     task = random_tokens(model, config.train.batch_size, context, classes)
-    model.to(accelerator.device)
-    prepared, *optimizers = accelerator.prepare(model, *make_optimizers(model, config.train))
+    prepared, optimizers = make_ready(model, config, accelerator)
+    if config.system.compile:
+        compile_now(prepared, task, accelerator)
+    synchronize(accelerator.device)
     start = time.perf_counter()
     loss, _ = train_step(prepared, optimizers, task, config, accelerator, Clock(accelerator.device), 0, 10**9)
+    synchronize(accelerator.device)
     seconds = time.perf_counter() - start
     if not loss.isfinite():
         raise ValueError(f"the loss of the first step is not finite ({loss.item()})")
@@ -119,6 +112,24 @@ def rehearse(config: RunConfig) -> str:
             str(report),
             f"one step on {shape}: loss {loss.item():.4f}, {seconds:.1f} s{frozen}",
             f"FLOP ceiling: freezing saves at most {flops.ceiling:.1%} of a step",
-            "dry run: random weights, no data read, nothing written",
+            "dry run: random weights, no text read, nothing written",
         ]
     )
+
+
+def step_speed(config: RunConfig, steps: int = 5) -> float:
+    """FLOP/s of a few real optimizer steps with random weights on this machine's device, after as many to warm up."""
+    accelerator = start_accelerator(config)
+    model, context, classes = random_model(config)
+    apply_oelm(model, config.method.oelm(config.init_seed))
+    flops = run_flops(model, config.train.max_steps or 1000, context).total
+    task = random_tokens(model, config.train.batch_size, context, classes)
+    prepared, optimizers = make_ready(model, config, accelerator)
+    clock, start = Clock(accelerator.device), 0.0
+    for step in range(2 * steps):
+        if step == steps:
+            synchronize(accelerator.device)
+            start = time.perf_counter()
+        train_step(prepared, optimizers, task, config, accelerator, clock, step, 10**9)
+    synchronize(accelerator.device)
+    return flops * task.tokens(0) * steps / (time.perf_counter() - start)

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -20,10 +19,20 @@ from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
 from ..models.build import check_saved
 from ..record import ANSWERS, Run, arm_changes, claimed, read_run, write_predictions
-from ..runtime import choose_precision, environment, measure_peak, peak_memory
+from ..runs import drop_checkpoints
+from ..runtime import (
+    best_device,
+    check_trackers,
+    choose_precision,
+    datasheet_peak,
+    environment,
+    measure_peak,
+    peak_memory,
+    peak_reserved,
+)
+from .device import compile_now, launched_with_others, make_ready, share_weights, start_accelerator
 from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
-from .optim import make_optimizers
 from .pretrain import LanguageModelling, Pretraining
 
 SAME = 1e-2  # share by which the loss of a saved classifier may differ: corrections are merged, sums have another order
@@ -36,7 +45,7 @@ class Job(Protocol):
         """Raises, before a folder is claimed, for what can be known to fail."""
 
     def prepare(self, progress: bool) -> tuple[dict[str, Any], str]:
-        """Makes the data ready, in the first process only. Facts for the record, and a sentence for the user."""
+        """Makes the data ready; of several processes on one disk, one does. Facts for the record, and a sentence."""
 
     def build(self) -> tuple[nn.Module, Any, tuple[int, int | None]]:
         """The model before surgery, the loop's Task, and for counting arithmetic the tokens read and written."""
@@ -61,17 +70,15 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
     folder, stopper, job = config.folder, Stopper(), job_of(config)
     if finished := _finished(config):
         return finished
-    if config.system.threads:
-        torch.set_num_threads(config.system.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision, reason = choose_precision(config.train.precision, device)
-    if precision == "fp16" and config.train.optimizer == "muon":
-        raise ValueError("train.precision: fp16 scales its loss for one optimizer, muon makes two; take bf16 or fp32")
+    precision, reason = choose_precision(config.train.precision, best_device())
+    check_trackers(config.system.trackers)
     job.check()
-    accelerator = Accelerator(
-        mixed_precision={"fp32": "no"}.get(precision, precision), log_with=list(config.system.trackers) or None,
-        project_dir=str(folder),
-        cpu=device.type == "cpu",  # without it, processes started on a machine with no GPU do not find each other
+    if launched_with_others():
+        # Each before it joins the others: who waits for texts to be prepared waits for a file's lock, as long as it
+        # takes. In a collective it would be given up.
+        job.prepare(progress=not quiet and os.environ.get("RANK") == "0")
+    accelerator = start_accelerator(
+        config, log_with=list(config.system.trackers) or None, project_dir=str(folder)
     )  # fmt: skip
     accelerator.gradient_accumulation_steps = 1  # the loop does it; a launcher's setting would divide twice
     parts = accelerator.num_processes * config.train.accumulate
@@ -91,7 +98,9 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         facts = {
             "id": config.id, "name": config.name, "config": config.to_record(), "science": config.science(),
             "precision": precision, "precision_reason": reason, "processes": accelerator.num_processes,
-            "environment": environment(accelerator.device), "trust_remote_code": trusts_remote_code(), **found,
+            "environment": environment(accelerator.device),
+            "trust_remote_code": trusts_remote_code(),
+            "datasheet_flops": datasheet_peak(accelerator.device, precision), **found,
         }  # fmt: skip
         run = Run.open(folder, facts, quiet)
         run.say(f"run {config.id} in {folder}; {sentence}")
@@ -138,14 +147,13 @@ def _operate(
     total = total_steps(config, task)
     stages = flops_by_step(model, total, *lengths)
     if run:
-        run.update(surgery=report.to_dict(), flops_per_token=_flops_record(mean_flops(stages, total)))
+        weights = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+        run.update(weights=weights, surgery=report.to_dict(), flops_per_token=_flops_record(mean_flops(stages, total)))
         run.log(f"surgery\n{report}")
         run.say(str(report).splitlines()[-1])
-    model.to(accelerator.device)
-    optimizers = make_optimizers(model, config.train)
+    prepared, wrapped = make_ready(model, config, accelerator)
     if config.system.compile:
-        model.compile()
-    prepared, *wrapped = accelerator.prepare(model, *optimizers)
+        compile_now(prepared, task, accelerator)
     if config.system.trackers:
         accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
 
@@ -156,6 +164,7 @@ def _operate(
     totals: dict[str, Any] = {
         "steps": progress.step, "tokens": progress.tokens, "best": progress.best,
         "train_seconds": progress.train_seconds, "peak_memory": peak_memory(accelerator.device),
+        "peak_reserved": peak_reserved(accelerator.device),
     }  # fmt: skip
     if not stopped_by:
         totals |= _last_words(config, job, prepared, task, accelerator, run, progress.best)
@@ -169,6 +178,7 @@ def _operate(
     if stopped_by:
         run.say(f"stopped at step {progress.step}; the same command goes on from there")
         raise SystemExit(128 + stopped_by)
+    drop_checkpoints(config.folder, config.system.keep)  # after the status: a finished run is never taken up again
     return run.facts
 
 
@@ -184,8 +194,11 @@ def _last_words(
     accelerator.wait_for_everyone()
     check_saved(config.folder / "best")
     # best/ as anybody would load it, so that the answers are those of the model that is kept
-    saved = type(unwrap(accelerator.unwrap_model(model))).from_pretrained(config.folder / "best")  # type: ignore[attr-defined]
-    found = job.finish(saved.to(accelerator.device), task, accelerator)
+    inner: Any = unwrap(accelerator.unwrap_model(model))
+    best_folder, kind = config.folder / "best", type(inner)
+    saved = kind.from_pretrained(best_folder) if best_folder.is_dir() else kind(inner.config)  # on another's disk
+    share_weights(saved.to(accelerator.device, inner.dtype), accelerator)
+    found = job.finish(saved, task, accelerator)
     if not found:
         return {}
     again = found["validation"]["metrics"]["loss"] if "validation" in found else best["loss"]

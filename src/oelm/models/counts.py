@@ -1,0 +1,93 @@
+"""Parameters and FLOPs of our GPT under an arm by arithmetic: a plan need not load torch to build it.
+
+What this arithmetic does not know it leaves to the model itself; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ..config import ModelConfig
+from ..method.arms import ROLES, OelmConfig, layer_rule
+from .presets import PRESETS
+
+BUCKETS = 32  # of the relative bias, a number for each head
+DENSE = ("headwise", "global", "gaussian", "normal", "tied", "keep")  # kinds of frames that multiply; identity reads
+# Fields of an arm that change no count, and those that are counted below.
+KNOWN = {"gain", "offset", "bias", "seed"} | {
+    "init", "freeze", "layers_to_transform", "temperature", "input_gains", "correction", "rank", "block"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a plan needs of a model under an arm."""
+
+    total: int  # parameters
+    trainable: int
+    forward: float  # FLOPs per token
+    flops: float  # of a training step, per token
+    context: int
+    width: int
+    inner: int  # width inside the feed-forward part
+    layers: int
+
+
+def gpt_counts(model: ModelConfig, vocab_size: int, method: OelmConfig) -> Counts | None:
+    """As `dry_oelm` and `count_flops` count them; None where only they know, or where they have something to object."""
+    shape = PRESETS.get(model.name, {}) | model.model_dump(exclude={"name"}, exclude_none=True)
+    if not shape or shape["d_model"] % shape["n_head"] or shape.setdefault("vocab_size", vocab_size) < vocab_size:
+        return None
+    if any(getattr(method, f.name) != f.default for f in fields(method) if f.name not in KNOWN):
+        return None
+    layers, heads, width, context = (shape[key] for key in ("n_layer", "n_head", "d_model", "context"))
+    inner, bias, positions = shape.get("d_ff", 4 * width), shape.get("bias", False), shape.get("positions", "learned")
+    square = width * width
+    norm = width * (1 + bias)
+    block = 4 * square + 2 * width * inner + 2 * norm + bias * (5 * width + inner)
+    block += 2 * (width // heads) if shape.get("qk_norm") else 0
+    places = {"learned": context * width, "relative": context * width + BUCKETS * heads, "rotary": 0}[positions]
+    total = trainable = layers * block + norm + shape["vocab_size"] * width + places
+    changed = _layers_changed(method, layers)
+    if not changed or (positions == "rotary" and width // heads % 2) or (method.temperature and shape.get("qk_norm")):
+        return None
+    products = weight_gradient = layers * (4 * square + 2 * width * inner) + shape["vocab_size"] * width
+    for role in (role for role in ROLES if role in method.freeze):
+        kind = method.role("init", role)
+        if kind not in (*DENSE, "identity"):
+            return None
+        gains = method.input_gains and not (role == "k" and method.gains_join)
+        parts, multiplied = width * gains + heads * (method.temperature and role == "q"), 0
+        if method.correction == "lora" and (rank := method.rank_of(width // heads)) < width:
+            multiplied = 2 * rank * width
+            parts += multiplied
+        elif method.correction == "blocks":
+            multiplied = width * (width // heads) * (role == "k")
+            parts += multiplied
+        elif method.correction == "oft" and width % method.block == 0:
+            multiplied = width * method.block
+            parts += width * (method.block - 1) // 2
+        elif method.correction is not None:
+            return None
+        total += changed * parts
+        trainable += changed * (parts - square - bias * width)
+        products += changed * (multiplied - square * (kind == "identity"))
+        weight_gradient += changed * (multiplied - square)
+    scores = 4 * layers * width * context
+    forward = 2 * products + scores
+    return Counts(
+        total, trainable, float(forward), float(forward + 2 * products + 2 * scores + 2 * weight_gradient), context,
+        width, inner, layers,
+    )  # fmt: skip
+
+
+def _layers_changed(method: OelmConfig, layers: int) -> int:
+    """How many layers the arm acts on; 0 where that is an error."""
+    wanted = method.layers_to_transform
+    if wanted is None:
+        return layers
+    if isinstance(wanted, str):
+        rule, n = layer_rule(wanted)
+        return max(layers - n, 0) if rule == "all but the last" else -(-layers // n)
+    picked = {wanted} if isinstance(wanted, int) else set(wanted)
+    return len(picked) if all(0 <= layer < layers for layer in picked) else 0

@@ -1,0 +1,107 @@
+"""Optimizer steps of every GPT, arm and precision: on the device, without a wait, with the CPU's numbers."""
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from accelerate import Accelerator
+from pretend import Gpu, forget_accelerator
+
+from oelm.config import parse_config
+from oelm.method.arms import ARMS
+from oelm.method.surgery import apply_oelm
+from oelm.training.clock import Clock
+from oelm.training.device import start_accelerator, upload
+from oelm.training.loop import train_step
+from oelm.training.optim import make_optimizers
+from oelm.training.rehearsal import random_model, random_tokens
+
+POSITIONS = ("learned", "rotary", "relative")
+PRECISIONS = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-3}  # and how far from fp32 on the CPU a loss may be
+DIFFERENT = ("baseline", "oelm", "oelm-identity-q", "oelm-slices-gains", "oelm-temperature", "oelm-lora", "oelm-oft")
+VOCABULARY = 97
+
+
+def config_of(arm, precision="fp32", optimizer="adamw", **model):
+    shape = {"name": "tiny", "n_layer": 2, "d_model": 32, "context": 16, "vocab_size": VOCABULARY, **model}
+    train = {"batch_size": 4, "accumulate": 2, "precision": precision, "max_steps": 1000, "optimizer": optimizer}
+    return parse_config({"model": shape, "method": {"arm": arm}, "train": train, "system": {"threads": 1}})
+
+
+def take(steps, config, accelerator, gpu):
+    """The losses; what `gpu` has noted afterwards is of the last step alone."""
+    model, context, classes = random_model(config, VOCABULARY)
+    apply_oelm(model, config.method.oelm(0))
+    task = random_tokens(model, config.train.batch_size, context, classes)
+    model.to(accelerator.device)
+    prepared, *optimizers = accelerator.prepare(model, *make_optimizers(model, config.train))
+    clock, taken = Clock(accelerator.device), []
+    for step in range(steps):
+        gpu.forget()
+        taken.append(train_step(prepared, optimizers, task, config, accelerator, clock, step, 1000))
+    waits = gpu.waits[:]
+    for tensor in [t for pair in taken for t in pair] + [p.grad for p in model.parameters() if p.grad is not None]:
+        assert tensor.device.type == accelerator.device.type
+    losses = [loss.item() for loss, _ in taken]
+    gpu.waits = waits  # without those of this function
+    return losses
+
+
+def on_the_device(gpu, **settings):
+    config = config_of(**settings)
+    return take(2, config, start_accelerator(config), gpu)
+
+
+@cache
+def on_the_cpu(**settings):
+    forget_accelerator()
+    return take(2, config_of(**settings), Accelerator(cpu=True), Gpu())
+
+
+def cases():
+    """Every arm at every kind of positions; those whose forward differs, in every precision."""
+    for arm, positions in product(ARMS, POSITIONS):
+        for precision in PRECISIONS if arm in DIFFERENT else ["fp32"]:
+            yield arm, positions, precision
+
+
+@pytest.mark.parametrize(("arm", "positions", "precision"), list(cases()))
+def test_a_step_of_every_arm_runs_on_the_device_without_a_wait(gpu, arm, positions, precision):
+    losses = on_the_device(gpu, arm=arm, positions=positions, precision=precision)
+    assert gpu.waits == []
+    assert gpu.uploads == 2 * [(2, 17)]  # two micro-batches, inputs and targets in one
+    assert losses == pytest.approx(on_the_cpu(arm=arm, positions=positions), abs=PRECISIONS[precision])
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_with_normalised_queries_and_biases_too(gpu, positions):
+    shape = {"arm": "oelm-q", "positions": positions, "qk_norm": True, "bias": True}
+    losses = on_the_device(gpu, precision="bf16", **shape)
+    assert gpu.waits == []
+    assert losses == pytest.approx(on_the_cpu(**shape), abs=PRECISIONS["bf16"])
+
+
+def test_a_batch_is_copied_from_page_locked_memory_once(gpu):
+    ids = torch.arange(10).view(2, 5).clone()
+    there = upload({"x": ids[:, :-1], "y": ids[:, 1:], "z": torch.ones(3)}, torch.device("cuda"))
+    assert gpu.uploads == [(2, 5), (3,)]
+    assert gpu.pinned == 2
+    assert gpu.waits == []
+    assert there["x"].tolist() == [[0, 1, 2, 3], [5, 6, 7, 8]]
+    assert there["y"].tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
+
+
+def test_muon(gpu):
+    losses = on_the_device(gpu, arm="oelm", optimizer="muon")
+    assert gpu.waits == []
+    assert losses == pytest.approx(on_the_cpu(arm="oelm", optimizer="muon"), abs=1e-2)  # it orthogonalises in bf16
+
+
+def test_the_wait_of_a_careless_loss_would_be_noticed(gpu, monkeypatch):
+    from oelm.models import gpt
+
+    loss = gpt.chunked_loss
+    monkeypatch.setattr(gpt, "chunked_loss", lambda *given: loss(*given) * float(torch.ones((), device="cuda")))
+    on_the_device(gpu, arm="oelm")
+    assert len(gpu.waits) == 2

@@ -1,0 +1,128 @@
+"""A model on its device: compiled layers, checkpointed activations, determinism, processes that must agree."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny import tiny_config, words_for, write_corpus
+from transformers import BertConfig, BertForSequenceClassification
+
+from oelm.config import load_config
+from oelm.method.surgery import apply_oelm
+from oelm.models.build import build_gpt
+from oelm.record import losses, read_metrics, read_run
+from oelm.training.clock import Clock
+from oelm.training.device import make_ready, repeated_blocks, start_accelerator
+from oelm.training.loop import train_step
+from oelm.training.rehearsal import random_tokens
+from oelm.training.run import run_training
+
+ODD = str(Path(__file__).with_name("on_odd_machines.py"))
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    torch._dynamo.reset()
+    yield
+    torch.use_deterministic_algorithms(False)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def small(*words):
+    return load_config(None, ["model=tiny", "model.d_model=32", "model.context=16", "train.batch_size=2", *words])
+
+
+def some_losses(config, steps=3):
+    model = build_gpt(config.model, 97, 0)
+    apply_oelm(model, config.method.oelm(0))
+    accelerator = Accelerator(cpu=True)
+    task, (ready, optimizers) = random_tokens(model, 2, 16, None), make_ready(model, config, accelerator)
+    clock = Clock(accelerator.device)
+    return [train_step(ready, optimizers, task, config, accelerator, clock, i, 99)[0].item() for i in range(steps)]
+
+
+def test_the_layers_are_compiled_and_nothing_inside_them_twice():
+    gpt = build_gpt(small().model, 97, 0)
+    assert repeated_blocks(gpt) == list(gpt.blocks)
+    shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = BertForSequenceClassification(BertConfig(vocab_size=20, **shape))
+    assert repeated_blocks(bert) == list(bert.bert.encoder.layer)
+    assert repeated_blocks(torch.nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary", "relative"])
+@pytest.mark.parametrize("arm", ["baseline", "oelm", "oelm-slices-gains", "oelm-temperature", "oelm-lora", "oelm-oft"])
+def test_no_arm_breaks_the_graph_of_its_layers(monkeypatch, arm, positions):
+    config = small(f"method={arm}", f"model.positions={positions}", "model.qk_norm=false", "system.compile=true")
+    plain = some_losses(config.model_copy(update={"system": small().system}))
+    compiled, compile_module = [], torch.nn.Module.compile
+
+    def whole_graph(module, mode):
+        compiled.append(module)
+        compile_module(module, fullgraph=True, backend="eager")  # an error at the first break
+
+    monkeypatch.setattr(torch.nn.Module, "compile", whole_graph)
+    assert some_losses(config) == pytest.approx(plain, abs=1e-5)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("arm", ["oelm", "oelm-lora"])
+def test_activations_computed_twice_change_no_loss(arm):
+    assert some_losses(small(f"method={arm}", "system.gradient_checkpointing=true")) == some_losses(
+        small(f"method={arm}")
+    )
+
+
+def test_a_model_that_cannot_checkpoint_its_activations_is_refused():
+    config = small("system.gradient_checkpointing=true")
+    with pytest.raises(ValueError, match=r"system.gradient_checkpointing: Linear does not support it"):
+        make_ready(torch.nn.Linear(2, 2), config, Accelerator(cpu=True))
+
+
+def test_determinism_is_asked_of_torch_and_recorded(tmp_path):
+    config = tiny_config(write_corpus(tmp_path), tmp_path / "run", "system.deterministic=true", "train.max_steps=6")
+    record = run_training(config, quiet=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert record["environment"]["deterministic"] is True
+
+
+def test_precisions_of_a_gpu_are_refused_on_a_cpu():
+    with pytest.raises(ValueError, match="tf32 needs a CUDA device"):
+        start_accelerator(small("train.precision=tf32"))
+
+
+def torchrun(words, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", ODD, "train", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_slow_data_does_not_kill_the_process_that_waits_for_it(tmp_path):
+    done = torchrun(words_for(write_corpus(tmp_path), tmp_path / "run"), SLOW_DATA="12")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert read_run(tmp_path / "run")["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_processes_that_read_different_checkpoints_refuse_to_go_on(tmp_path):
+    corpus = write_corpus(tmp_path)
+    words = words_for(corpus, tmp_path / "run")
+    assert torchrun(words, OWN_DISKS="1").returncode == 0
+    assert len(losses(read_metrics(tmp_path / "run0"))) == 20
+    assert not (tmp_path / "run1" / "last").exists()  # of a machine that does not see the first one's disk
+    record = (tmp_path / "run0" / "run.json").read_text()
+    (tmp_path / "run0" / "run.json").write_text(record.replace('"status": "finished"', '"status": "stopped"'))
+    before = shutil.copytree(tmp_path / "run0", tmp_path / "kept")
+    done = torchrun(words, OWN_DISKS="1")
+    assert done.returncode != 0
+    assert "process 0 stands at step 20" in done.stderr
+    assert "process 1 at step 0" in done.stderr
+    assert (before / "last" / "meta.json").read_text() == (tmp_path / "run0" / "last" / "meta.json").read_text()
