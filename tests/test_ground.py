@@ -13,6 +13,7 @@ SRC = ROOT / "src" / "oelm"
 
 # Rooms from the ground up: each may import itself and what stands before it.
 ROOMS = [
+    "integrity",
     "method",
     "validation",
     "config",
@@ -20,6 +21,7 @@ ROOMS = [
     "stats",
     "runtime",
     "record",
+    "consistency",
     "runs",
     "data",
     "models",

@@ -1,5 +1,6 @@
 """Probes against attention whose answer is known: built by hand, or told by the model itself."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -19,6 +20,7 @@ from oelm.config import ModelConfig
 from oelm.data import recall
 from oelm.data.batches import Tokens
 from oelm.data.tokens import prepare
+from oelm.integrity import sealed
 from oelm.models.build import build_gpt
 from oelm.probe import average, corpus_puzzles, find_runs, look, probe_run, puzzle_scores, text_puzzles, text_scores
 
@@ -164,8 +166,10 @@ def test_a_text_run_has_no_recall_score_and_its_data_must_be_its_own(tmp_path):
     data = next((tmp_path / "data").iterdir())
     manifest = (data / "manifest.json").read_text()
     facts = json.loads(manifest)
-    facts["splits"]["val"]["sha256"] = "0" * 64
-    (data / "manifest.json").write_text(json.dumps(facts))
+    content = (data / "val.bin").read_bytes()[::-1]
+    (data / "val.bin").write_bytes(content)
+    facts["splits"]["val"]["sha256"] = hashlib.sha256(content).hexdigest()
+    (data / "manifest.json").write_text(json.dumps(sealed(facts)))
     with pytest.raises(ValueError, match="holds other tokens than it was trained on"):
         probe_run(tmp_path / "run", sequences=3)
     shutil.rmtree(data)

@@ -135,3 +135,37 @@ def test_damaged_predictions_are_one_line(tmp_path, content):
     with pytest.raises(ValueError, match=r"predictions.json: ") as caught:
         read_predictions(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_counts_as_finished_only_when_its_timing_is_there_too(tmp_path, monkeypatch):
+    run = open_run(tmp_path / "run")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("oelm.record.timing_stats", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.close("finished")
+    assert read_run(run.folder)["status"] == "running"
+    run.close("failed", error="no room")  # a status must not depend on the timing
+    assert read_run(run.folder)["status"] == "failed"
+
+
+def test_what_a_killed_process_left_beside_the_record_is_swept(tmp_path):
+    folder = open_run(tmp_path / "run").folder
+    for name in (".run.json.123", ".timing_stats.json.77"):
+        (folder / name).write_text("{half")
+    open_run(folder)
+    assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    run = open_run(tmp_path / "run")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device; make room.*run\.json"):
+        run.update(x=1)
+    assert "x" not in read_run(run.folder)

@@ -6,8 +6,6 @@ Precedence: the defaults below, then the file, then the words. A section may be 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +23,7 @@ from pydantic import (
     model_validator,
 )  # fmt: skip
 
+from .integrity import content_id
 from .method.names import ALIASES
 from .validation import as_list, validation_line
 
@@ -274,8 +273,7 @@ class RunConfig(Section):
     @property
     def id(self) -> str:
         """A hash of the content: the same run has the same id on every machine."""
-        text = json.dumps(self.science(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return content_id(self.science())
 
     @property
     def folder(self) -> Path:

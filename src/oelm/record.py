@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -28,27 +29,52 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from .config import RunConfig
+from .integrity import SEAL, file_sha256, parse_json, seal_holds, sealed
 
 METRICS = "metrics.jsonl"
 CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
 MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve would be of two things
 STATUSES = ("running", "stopped", "finished", "failed")
+KINDS = ("train", "eval", "checkpoint", "resume", "freeze", "branch")  # of a line of metrics.jsonl
+FINISHED = ("metrics.jsonl", "predictions.json", "timing_stats.json")  # of a finished run, with checksums in run.json
 PHASES = ("data", "forward", "backward", "optimizer")
 ANSWERS = ("labels", "predicted")
+# The lines that a checkpoint does not cover and a resume keeps: how long it took, and that it was taken up.
+_FOLLOWS_A_CHECKPOINT = re.compile(
+    rb'\{"kind":"(checkpoint","step":\d+,"seconds":\d+(\.\d+)?(e-?\d+)?|resume","step":\d+)\}\n'
+)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """The file is either the old one or the new one, whatever happens in between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with _naming(path), temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sweep(folder: Path, *names: str) -> None:
+    """Removes what a process killed inside write_atomically left; only for who holds the folder."""
+    for name in names:
+        for leftover in folder.glob(f".{name}.*"):
+            leftover.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A write that fails half-way, on a full disk, does not know its file: say which folder is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, f"{error.strerror}; make room, then repeat the command", str(path)) from None
+        raise
 
 
 @dataclass
@@ -62,6 +88,7 @@ class Run:
     @classmethod
     def open(cls, folder: Path, facts: dict[str, Any], quiet: bool = False) -> Run:
         """Starts or takes up a run. `facts` must hold id and science; another run's folder is refused."""
+        sweep(folder, "run.json", "timing_stats.json", "predictions.json")
         found = read_run(folder) if (folder / "run.json").exists() else None
         begun = any((folder / name).exists() for name in ("last", "previous"))
         if found is not None and found["status"] == "failed" and not begun:
@@ -88,34 +115,29 @@ class Run:
     def update(self, **facts: Any) -> None:
         self.facts |= facts
         self.facts["updated"] = time.time()
-        write_atomically(self.folder / "run.json", json.dumps(self.facts, indent=1, allow_nan=False) + "\n")
+        write_atomically(self.folder / "run.json", record_text(self.facts))
 
     def append(self, kind: str, **values: Any) -> None:
         """Adds a line to metrics.jsonl; a value that is not finite is an error here, never a number there."""
         line = json.dumps({"kind": kind, **values}, allow_nan=False, separators=(",", ":"))
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        path = self.folder / "metrics.jsonl"
+        with _naming(path), path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def metrics_size(self) -> int:
-        """Bytes of metrics.jsonl, safe on the disk: a checkpoint is going to rely on them."""
+    def metrics_mark(self) -> dict[str, Any]:
+        """Size and checksum of metrics.jsonl, safe on the disk: a checkpoint is going to rely on them."""
         path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return 0
+        path.touch()
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        return path.stat().st_size
+        return {"metrics_size": path.stat().st_size, "metrics_sha256": file_sha256(path)}
 
     def rewind(self, size: int) -> None:
         """Drops the steps written after a checkpoint, which are done again; what the checkpoint itself took stays."""
         path = self.folder / "metrics.jsonl"
-        content = path.read_bytes() if path.exists() else b""
-        if len(content) < size:
-            raise ValueError(
-                f"{path}: is shorter than its checkpoint says ({len(content)} of {size} bytes); restore the file, or "
-                "begin anew with out=..."
-            )
-        for line in content[size:].splitlines(keepends=True):
-            if not line.startswith((b'{"kind":"checkpoint"', b'{"kind":"resume"')) or not line.endswith(b"\n"):
+        content = path.read_bytes()[size:] if path.exists() else b""
+        for line in content.splitlines(keepends=True):
+            if not _FOLLOWS_A_CHECKPOINT.fullmatch(line):
                 break
             size += len(line)
         if path.exists():
@@ -129,18 +151,26 @@ class Run:
 
     def log(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        with (self.folder / "training.log").open("a", encoding="utf-8") as file:
+        path = self.folder / "training.log"
+        with _naming(path), path.open("a", encoding="utf-8") as file:
             file.write(f"{stamp} {text}\n")
 
     def close(
         self, status: str, error: str | None = None, flops_per_token: float | None = None, peak: float | None = None,
         **facts: Any,
     ) -> None:  # fmt: skip
-        """Ends this sitting: timing from the metrics, then the status."""
+        """Ends this sitting: timing from the metrics, then the status; a kill between the two leaves a run to go on."""
         assert status in STATUSES
-        self.update(status=status, error=error, **facts)  # first: it must not depend on what follows
-        timing = timing_stats(read_metrics(self.folder), flops_per_token, peak)
-        write_atomically(self.folder / "timing_stats.json", json.dumps(timing, indent=1) + "\n")
+        try:
+            timing = timing_stats(read_metrics(self.folder), flops_per_token, peak)
+            write_atomically(self.folder / "timing_stats.json", json.dumps(timing, indent=1) + "\n")
+        except (OSError, ValueError):
+            if status == "finished":
+                raise
+        if status == "finished":  # from now on these files stay as they are
+            found = [self.folder / name for name in FINISHED if (self.folder / name).exists()]
+            facts["files"] = {path.name: file_sha256(path) for path in found}
+        self.update(status=status, error=error, **facts)
 
 
 @contextmanager
@@ -178,20 +208,29 @@ def is_claimed(folder: Path) -> bool:
         return True
 
 
+def record_text(facts: Mapping[str, Any]) -> str:
+    """run.json, with a checksum of itself."""
+    return json.dumps(sealed(facts), indent=1, allow_nan=False) + "\n"
+
+
 def read_run(folder: Path) -> dict[str, Any]:
-    """run.json, checked for being one."""
+    """run.json, checked for being one, and for being as it was written; old records have no seal."""
     path = folder / "run.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: no run.json there, so not a run folder")
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parse_json(path.read_bytes())
         if facts["schema"] != SCHEMA:
             raise ValueError(f"{path}: format {facts['schema']}, where this version reads {SCHEMA}")
         if facts["status"] not in STATUSES:
             raise KeyError(facts["status"])
         facts["science"], facts["started"]  # what every reader relies on
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
+        if "this version reads" in str(error):
+            raise
         raise ValueError(f"{path}: damaged record ({type(error).__name__}: {error})") from None
+    if SEAL in facts and not seal_holds(facts):
+        raise ValueError(f"{path}: damaged record (it does not match its own checksum)")
     return facts
 
 
@@ -200,14 +239,27 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     metrics = []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is nothing, or was cut
         try:
-            metrics.append(json.loads(line))
-        except json.JSONDecodeError:
+            found = parse_json(line)
+            if found["kind"] not in KINDS:
+                raise KeyError(found["kind"])
+        except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: line {number} is damaged") from None
+        metrics.append(found)
     return metrics
+
+
+def check_metrics(folder: Path, size: int, sha256: str) -> None:
+    """Raises unless metrics.jsonl begins with the bytes that a checkpoint relies on."""
+    path = folder / "metrics.jsonl"
+    found = path.stat().st_size if path.exists() else 0
+    if found < size:
+        raise ValueError(f"metrics.jsonl is shorter than it says: {found} of {size} bytes")
+    if size and file_sha256(path, size) != sha256:
+        raise ValueError("metrics.jsonl has changed since then")
 
 
 def write_predictions(folder: Path, step: int, splits: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
@@ -226,9 +278,11 @@ def read_predictions(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not there; a run without predictions has no accuracy to compare")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         _check_predictions(content, path)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if str(error).startswith(str(path)):
+            raise
         raise ValueError(f"{path}: damaged predictions ({type(error).__name__}: {error})") from None
     return content
 

@@ -1,5 +1,6 @@
 """Batches are a pure function of (seed, step), and an epoch visits every window once."""
 
+import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -24,7 +25,8 @@ def prepared(folder: Path, length: int, vocab_size: int = 60000) -> Path:
     }  # fmt: skip
     for split in ("train", "val"):
         ids.tofile(folder / f"{split}.bin")
-        manifest["splits"][split] = {"tokens": length, "documents": 1, "bytes": 4 * length, "sha256": ""}
+        sha256 = hashlib.sha256(ids.tobytes()).hexdigest()
+        manifest["splits"][split] = {"tokens": length, "documents": 1, "bytes": 4 * length, "sha256": sha256}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -132,8 +134,8 @@ def test_open_refuses_what_cannot_be_trained_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too few for context 512"):
         next(val_batches(Tokens.open(folder, "val"), batch_size=1, context=512))
 
-    np.full(500, 500, dtype=np.uint16).tofile(folder / "train.bin")
-    with pytest.raises(ValueError, match=r"train\.bin: id 500 is beyond the 500 tokens"):
+    np.zeros(500, dtype=np.uint16).tofile(folder / "train.bin")
+    with pytest.raises(ValueError, match=r"train\.bin: does not match its checksum"):
         Tokens.open(folder, "train")
     np.zeros(499, dtype=np.uint16).tofile(folder / "train.bin")
     with pytest.raises(ValueError, match=r"train\.bin: 998 bytes are not its 500 tokens"):

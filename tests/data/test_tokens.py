@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from oelm import integrity
 from oelm.data import tokens
 from oelm.data.corpus import EOT
 from oelm.data.tokens import Manifest, prepare
@@ -200,3 +201,23 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
     assert capsys.readouterr().err == ""
     prepare(corpus, "bytes", tmp_path / "out", progress=True)
     assert "prepare: 100%, " in capsys.readouterr().err
+
+
+def test_a_large_file_is_read_once_for_each_content(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = prepare(corpus, "bytes", tmp_path / "data")
+    path, read = tmp_path / "data" / "train.bin", []
+    plain = integrity.file_sha256
+    monkeypatch.setattr(integrity, "file_sha256", lambda p: read.append(p) or plain(p))
+    for _ in range(3):
+        assert manifest.check(tmp_path / "data", "train") == manifest.splits["train"].sha256
+    assert len(read) <= 1
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train.bin: does not match its checksum"):
+        manifest.check(tmp_path / "data", "train")
+    (tmp_path / "data" / ".train.bin.sha256").write_text('{"sha256": "what I like"}')  # it is not believed
+    with pytest.raises(ValueError, match=r"train.bin: does not match its checksum"):
+        manifest.check(tmp_path / "data", "train")

@@ -12,6 +12,8 @@ from report.fake_study import COST, fake_study
 
 from oelm import stats
 from oelm.evidence.analysis import Arm, Setting, _decided, analyse
+from oelm.integrity import content_id
+from oelm.record import record_text
 from oelm.report.answers import answers_table
 from oelm.report.content import content
 from oelm.report.heads import heads_table
@@ -31,7 +33,8 @@ def comparison(analysis, name):
 
 
 def edit(run_json, **changes):
-    run_json.write_text(json.dumps(json.loads(run_json.read_text()) | changes))
+    facts = json.loads(run_json.read_text()) | changes
+    run_json.write_text(record_text(facts) if run_json.name == "run.json" else json.dumps(facts))
 
 
 def test_verdicts_follow_the_truth_and_every_result_names_its_runs(tmp_path):
@@ -105,7 +108,7 @@ def test_a_record_that_contradicts_itself_is_damaged(tmp_path, change):
     else:
         lines = (path.parent / "metrics.jsonl").read_text().replace('"kind": "eval"', '"kind": "ev', 1)
         (path.parent / "metrics.jsonl").write_text(lines)
-    path.write_text(json.dumps(facts))
+    path.write_text(record_text(facts))
     assert f"Damaged and left out: {path.parent.name}" in said(tmp_path / "s", "warning")
 
 
@@ -154,9 +157,9 @@ def test_other_tokens_and_runs_outside_the_plan_are_reported(tmp_path):
     edit(next((tmp_path / "s").glob("oelm-q-*-s1-*/run.json")), data_sha256={"train": "other", "val": "b"})
     shutil.copytree(next((tmp_path / "s").glob("oelm-q-*-s2-*")), tmp_path / "s" / "stray")
     path = tmp_path / "s" / "stray" / "run.json"
-    science = json.loads(path.read_text())["science"]
-    science["train"]["lr"] = 0.123
-    edit(path, science=science)
+    facts = json.loads(path.read_text())
+    facts["science"]["train"]["lr"] = facts["config"]["train"]["lr"] = 0.123
+    edit(path, id=content_id(facts["science"]), science=facts["science"], config=facts["config"])
     text = said(tmp_path / "s", "warning")
     assert "did not all read the same data" in text
     assert "Not in this study's plan, or there twice, and left out: stray" in text
@@ -184,11 +187,15 @@ def test_a_seed_that_went_astray_is_named(tmp_path):
     folder = next((tmp_path / "s").glob("oelm-random-*s3-*"))
     record = json.loads((folder / "run.json").read_text())
     record["totals"]["best"]["loss"] += 0.4
-    (folder / "run.json").write_text(json.dumps(record))
+    record["totals"]["best"]["ppl"] *= math.exp(0.4)
+    record["totals"]["best"]["bits_per_byte"] += 0.4 / 2.2
+    (folder / "run.json").write_text(record_text(record))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in metrics:
         if line["kind"] == "eval":
             line["loss"] += 0.4
+            line["ppl"] *= math.exp(0.4)
+            line["bits_per_byte"] += 0.4 / 2.2
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     assert "Seeds that went astray: oelm-random, lr 0.001, seed 3 (3." in said(tmp_path / "s", "note")
 
@@ -465,6 +472,20 @@ def test_a_copied_run_counts_once(tmp_path):
 def test_the_published_margin_is_a_ratio_of_perplexities(tmp_path):
     fake_study(tmp_path / "s", seeds=2, search=False)
     assert math.exp(analyse(tmp_path / "s").margin) == pytest.approx(1.05)
+
+
+def test_a_missing_key_of_an_environment_is_unknown_and_not_the_end_of_the_report(tmp_path):
+    fake_study(tmp_path / "s", search=False)
+    one, other = sorted((tmp_path / "s").glob("*/run.json"))[:2]
+    kept = {
+        key: value for key, value in json.loads(one.read_text())["environment"].items() if key not in ("cpu", "git")
+    }
+    edit(one, environment=kept)
+    edit(other, environment={})
+    text = markdown(content(analyse(tmp_path / "s")))
+    assert "Processor: unknown, 8 cores" in text
+    assert "Processor: unknown, unknown cores" in text
+    assert "Source: unknown" in text
 
 
 def test_runs_with_other_numbers_of_threads_and_added_seeds_are_warned_about(tmp_path):

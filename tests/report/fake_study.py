@@ -73,7 +73,13 @@ def write_run(cell, noise, cost, step_seconds=None, examples=0):
             lines.append({"kind": "eval", "step": step, **metrics, "tokens": 1e5, "seconds": 0.2})
     (config.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     memory = 700 * 2**20 - 12 * frozen + 2**18 * (cell.seed % 4)
-    totals = {"steps": steps, "tokens": steps * 2048, "best": best, "train_seconds": 1.0, "peak_memory": memory}
+    totals = {
+        "steps": steps,
+        "tokens": steps * 2048,
+        "best": best,
+        "train_seconds": float(seconds.sum()),
+        "peak_memory": memory,
+    }
     if examples:
         totals["splits"] = write_answers(config.folder, steps, best, examples, rng)
     run.update(status="finished", error=None, totals=totals)

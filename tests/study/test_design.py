@@ -12,6 +12,7 @@ from oelm.config import load_config
 from oelm.method.arms import ARMS
 from oelm.models.counts import gpt_counts
 from oelm.models.presets import vocabulary
+from oelm.record import record_text
 from oelm.study.design import built_counts, counts_of, describe, design_table
 from oelm.study.plan import comparison_runs
 
@@ -70,7 +71,7 @@ def test_time_is_estimated_from_arithmetic_and_then_from_finished_runs(tmp_path)
     finish(cell)
     path = cell.folder / "run.json"
     record = json.loads(path.read_text())
-    path.write_text(json.dumps(record | {"updated": record["started"] + 100}))
+    path.write_text(record_text(record | {"updated": record["started"] + 100}))
     then = describe(study)
     assert then.basis == "1 finished run of this study"
     seconds = {cost.arm: cost.seconds for cost in then.costs}

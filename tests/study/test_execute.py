@@ -259,6 +259,39 @@ def test_an_interrupted_study_checkpoints_and_goes_on(study_file, launch, number
         assert look(cell).status == "finished"
 
 
+def gone(processes, seconds=60):
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_killed_launcher_checkpoint_and_end(study_file, launch):
+    words = ["base.train.max_steps=30000", "base.train.eval_every=15000", "execution.slots=2"]
+    path = study_file()
+    process = launch(path, *words)
+    cells = comparison_runs(load_study(path, words), {})
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not all((c.folder / "metrics.jsonl").exists() for c in cells):
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 3  # the server that forks, and two runs
+    process.kill()
+    assert gone(children)
+    assert [look(cell).status for cell in cells] == ["stopped", "stopped"]
+
+
+@pytest.mark.slow
+def test_nobody_goes_on_preparing_for_a_killed_launcher(study_file, launch, tmp_path):
+    words = ["base.data.corpus=stdlib", "base.data.tokenizer=bpe:20000", f"base.system.data_dir={tmp_path / 'data'}"]
+    process = launch(study_file(), *words)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list((tmp_path / "data").glob("*/.partial")):
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert list((tmp_path / "data").glob("*/.partial"))
+    process.kill()
+    assert gone(children, 20)
+
+
 def test_search_cells_share_nothing_with_the_comparison(study_file):
     study = load_study(study_file(lr={"grid": [1e-3]}))
     assert not {c.config.id for c in search_runs(study)} & {

@@ -1,11 +1,13 @@
 import json
+import pickle
 import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from oelm.training.checkpoint import collected, load_checkpoint, replace_folder, save_checkpoint
+from oelm.integrity import check_folder, seal_folder, sealed
+from oelm.training.checkpoint import collected, find_best, load_checkpoint, replace_folder, save_checkpoint
 
 
 def state(value):
@@ -52,6 +54,91 @@ def test_any_damage_to_the_newest_falls_back_to_the_one_before(tmp_path, damaged
     assert "damaged checkpoint" in heard[0]
 
 
+def test_no_flipped_bit_of_meta_json_changes_a_value_unseen(tmp_path):
+    for step in (1, 2):
+        save_checkpoint(tmp_path, *state(float(step)), {"step": step, "best": {"loss": 1.5}})
+    path = tmp_path / "last" / "meta.json"
+    content, written = path.read_bytes(), json.loads(path.read_bytes())
+    accepted = 0
+    for bit in range(len(content) * 8):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            assert check_folder(tmp_path / "last") == written
+            accepted += 1
+        except ValueError:
+            pass
+    assert accepted < 100  # spaces between values, which mean nothing
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: (f / "stray.bin").write_bytes(b"x"), "stray.bin is not named in meta.json"),
+        (lambda f: _write(f, sealed({"step": 2, "sha256": {}})), "optimizer.pt is not named"),
+        (lambda f: _write(f, {"step": 2, "sha256": {}}), "does not match its own checksum, or has none"),
+        (lambda f: (f / "meta.json").write_text("[" * 100_000), "nested too deeply"),
+        (lambda f: _poison(f), "optimizer.pt cannot be read"),
+    ],
+)
+def test_a_meta_that_hides_something_and_a_pickle_that_wants_to_run_fall_back_too(tmp_path, change, said):
+    for step in (1, 2):
+        save_checkpoint(tmp_path, *state(float(step)), {"step": step})
+    change(tmp_path / "last")
+    meta, _, heard = warnings_of(tmp_path)
+    assert meta["step"] == 1
+    assert said in heard[0]
+
+
+def _write(folder, meta):
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("foreign code ran",)
+
+
+def _poison(folder):
+    (folder / "optimizer.pt").write_bytes(pickle.dumps(Evil()))
+    seal_folder(folder, {"step": 2})
+
+
+def test_what_the_caller_does_not_believe_counts_as_damage(tmp_path):
+    for step in (1, 2):
+        save_checkpoint(tmp_path, *state(float(step)), {"step": step})
+
+    def check(meta):
+        if meta["step"] == 2:
+            raise ValueError("step: too large")
+
+    model, optimizers = state(0.0)
+    assert load_checkpoint(tmp_path, model, optimizers, print, check=check)["step"] == 1
+
+
+def test_the_best_model_is_found_where_a_kill_left_it_and_damage_is_refused(tmp_path):
+    meta = {"step": 20, "best": {"step": 10, "loss": 1.5}}
+
+    def write(step, loss):
+        replace_folder(tmp_path / "best", lambda f: (f / "a").write_text(f"{step}"), {"step": step, "loss": loss})
+
+    assert find_best(tmp_path, {"step": 20, "best": {}}) is None
+    write(10, 1.5)
+    assert find_best(tmp_path, meta) == tmp_path / "best"
+    (tmp_path / "best").rename(tmp_path / ".best.old")  # killed between the two renames
+    assert find_best(tmp_path, meta) == tmp_path / ".best.old"
+    write(30, 1.2)  # killed after it, before the checkpoint of step 30
+    assert find_best(tmp_path, meta) is None
+    write(10, 1.4)
+    with pytest.raises(ValueError, match="best: damaged .it is of step 10"):
+        find_best(tmp_path, meta)
+    write(10, 1.5)
+    (tmp_path / "best" / "a").write_text("x")
+    with pytest.raises(ValueError, match="best: damaged .a does not match its checksum."):
+        find_best(tmp_path, meta)
+
+
 def test_a_kill_between_the_renames_loses_nothing(tmp_path):
     for step in (1, 2):
         save_checkpoint(tmp_path, *state(float(step)), {"step": step})
@@ -85,7 +172,8 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     assert (target / "a").read_text() == "one"
     replace_folder(target, lambda f: (f / "b").write_text("three"))
     assert [p.name for p in tmp_path.iterdir()] == ["best"]
-    assert [p.name for p in target.iterdir()] == ["b"]
+    assert sorted(p.name for p in target.iterdir()) == ["b", "meta.json"]
+    assert check_folder(target).keys() == {"sha256", "seal"}
 
 
 def test_shards_are_gathered_one_at_a_time_and_kept_by_the_writer_alone(monkeypatch):

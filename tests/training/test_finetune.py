@@ -26,9 +26,9 @@ from transformers import (
 
 from oelm.config import load_config
 from oelm.probe import probe_run
-from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run
+from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run, record_text
 from oelm.training.audit import audit
-from oelm.training.finetune import f1, matthews, predict
+from oelm.training.finetune import Classification, f1, matthews, predict
 from oelm.training.rehearsal import rehearse
 from oelm.training.run import job_of, run_training
 
@@ -89,7 +89,7 @@ def test_verify_accepts_it_and_sees_a_changed_prediction(finished, tmp_path):
     changed["splits"]["test"]["predicted"][0] ^= 1
     try:
         path.write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match=r"predictions.json and run.json differ in the accuracy on test"):
+        with pytest.raises(ValueError, match=r"predictions.json: has changed since the run was finished"):
             audit(finished)
     finally:
         path.write_text(before)
@@ -268,7 +268,8 @@ def test_a_run_whose_starting_weights_changed_is_not_resumed(encoder, task, tmp_
     config = config_for(folder, task, out, "system.checkpoint_every=5")
     run_training(config.model_copy(update={"train": config.train.model_copy(update={"max_time": 1e-6})}), quiet=True)
     record = json.loads((out / "run.json").read_text())
-    (out / "run.json").write_text(json.dumps({**record, "status": "stopped", "science": config.science()}))
+    changed = {**record, "status": "stopped", "science": config.science()}
+    (out / "run.json").write_text(record_text(changed))
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(
         text.replace('"good"', '"swap"').replace('"bad"', '"good"').replace('"swap"', '"bad"')
@@ -295,6 +296,18 @@ def test_scores_by_hand():
     assert f1(labels, predicted) == pytest.approx(2 / 3)
     assert matthews(labels, predicted) == pytest.approx((2 * 4 - 1 * 1) / np.sqrt(3 * 3 * 5 * 5))
     assert matthews(labels, np.zeros(8)) == 0
+
+
+def test_a_saved_model_that_is_not_the_one_measured_ends_the_run(encoder, task, tmp_path, monkeypatch):
+    plain = Classification.save
+
+    def spoilt(self, model, state, folder):
+        plain(self, model, {**state, "classifier.bias": torch.tensor([3.0, -3.0])}, folder)
+
+    monkeypatch.setattr(Classification, "save", spoilt)
+    with pytest.raises(ValueError, match="best: is not the model that was measured: its validation loss is"):
+        run_training(config_for(encoder, task, tmp_path / "run", "train.epochs=1"), quiet=True)
+    assert read_run(tmp_path / "run")["status"] == "failed"
 
 
 def test_a_trained_classifier_can_be_asked(finished, task):

@@ -1,6 +1,5 @@
 """Runs whose frozen weights change state or are corrected: what they write, and that they resume exactly."""
 
-import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from tiny import tiny_config, write_corpus
 from transformers import AutoModelForCausalLM
 
 from oelm.flops import count_flops
+from oelm.integrity import seal_folder
 from oelm.method.surgery import apply_oelm
 from oelm.method.verify import VerifyError
 from oelm.models.build import build_gpt
@@ -163,10 +163,7 @@ def test_a_frozen_weight_altered_in_a_checkpoint_is_found(corpus, tmp_path, monk
     weights = load_file(last / "weights.safetensors")
     weights[name] += 1e-3
     save_file(weights, last / "weights.safetensors")
-    meta = json.loads((last / "meta.json").read_text())
-    content = (last / "weights.safetensors").read_bytes()
-    meta["sha256"]["weights.safetensors"] = hashlib.sha256(content).hexdigest()
-    (last / "meta.json").write_text(json.dumps(meta))
+    seal_folder(last, json.loads((last / "meta.json").read_text()))
     with pytest.raises(VerifyError, match="bytes changed since"):
         run_training(config, quiet=True)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -14,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oelm import apply_oelm, verify
 from oelm.data.tokens import Manifest
+from oelm.integrity import seal_folder
 from oelm.models.build import build_gpt
 from oelm.models.generate import generate
 from oelm.models.gpt import GPT
-from oelm.record import evaluations, losses, read_metrics, read_run
+from oelm.record import evaluations, losses, read_metrics, read_run, record_text
 from oelm.training import checkpoint
 from oelm.training import pretrain as pretrain_module
 from oelm.training.audit import audit
@@ -115,13 +117,18 @@ def test_it_learns_and_the_frozen_weights_do_not_move(corpus, tmp_path):
     verify(fresh, report, expected=surgery["fingerprints"])
 
 
+def reseal(folder):
+    seal_folder(folder, json.loads((folder / "meta.json").read_text()))
+
+
 def test_a_saved_run_is_re_checked_from_its_files(finished, tmp_path):
     lines = audit(finished)
     assert lines[0] == "4,096 of 34,976 weights frozen, as recorded"
     assert lines[1].startswith("best: 4 frozen tensors unchanged since they were frozen")
     assert lines[1].endswith("; 4 of them are orthonormal frames still")
     assert lines[2].startswith("last: 4 frozen tensors unchanged since they were frozen")
-    assert "20 steps and the best loss of" in lines[3]
+    assert re.fullmatch(r"best: its loss on 4 windows of the validation is \d\.\d{4} again", lines[3])
+    assert "20 steps and the best loss of" in lines[4]
 
     def copy_with(change):
         folder = tmp_path / change.__name__
@@ -133,20 +140,36 @@ def test_a_saved_run_is_re_checked_from_its_files(finished, tmp_path):
         weights = load_file(folder / "best" / "model.safetensors")
         weights["blocks.1.attn.k_proj.weight"][0, 0] += 1e-7
         save_file(weights, folder / "best" / "model.safetensors", metadata={"format": "pt"})
+        reseal(folder / "best")
+
+    def exchanged(folder):
+        weights = load_file(folder / "best" / "model.safetensors")
+        weights["wte.weight"] *= 1.5
+        save_file(weights, folder / "best" / "model.safetensors", metadata={"format": "pt"})
+        reseal(folder / "best")
+
+    def flipped(folder):
+        flip_last_byte(folder / "best" / "model.safetensors")
+
+    def emptied(folder):
+        (folder / "best" / "model.safetensors").write_bytes(b"")
 
     def flattered(folder):
         record = json.loads((folder / "run.json").read_text())
         record["totals"]["best"]["loss"] -= 0.5
-        (folder / "run.json").write_text(json.dumps(record))
+        (folder / "run.json").write_text(record_text(record))
 
     def shortened(folder):
         lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
         (folder / "metrics.jsonl").write_text("".join(lines[1:]))
 
     for change, message in (
+        (exchanged, "best: is not the model that was measured: its loss on 4 windows is"),
+        (flipped, r"best: damaged \(model.safetensors does not match its checksum\)"),
+        (emptied, r"best: damaged \(model.safetensors does not match its checksum\)"),
         (thawed, "best: blocks.1.attn.k_proj.weight: bytes changed since surgery"),
-        (flattered, "the best evaluation in metrics.jsonl is not the one in run.json"),
-        (shortened, "metrics.jsonl holds 15 steps, run.json 20"),
+        (flattered, "run.json: best loss .*, in metrics.jsonl the best evaluation has"),
+        (shortened, "metrics.jsonl: has changed since the run was finished"),
     ):
         with pytest.raises(ValueError, match=message):
             audit(copy_with(change))
@@ -283,7 +306,7 @@ def test_shortened_metrics_are_refused(corpus, tmp_path, monkeypatch):
     stop_half_way(config, monkeypatch)
     path = config.folder / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match=r"metrics.jsonl: is shorter than its checkpoint says \(200 of"):
+    with pytest.raises(ValueError, match=r"last: damaged checkpoint \(metrics.jsonl is shorter than it says: 200 of"):
         run_training(config, quiet=True)
 
 
@@ -291,9 +314,45 @@ def test_a_run_of_an_arm_that_meant_something_else_is_refused(finished, tmp_path
     folder = shutil.copytree(finished, tmp_path / "run")
     record = json.loads((folder / "run.json").read_text())
     record["surgery"]["config"]["gain"] = 2.0
-    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "run.json").write_text(record_text(record))
     with pytest.raises(ValueError, match="when oelm meant something else \\(gain was 2.0, now 1.0\\)"):
         run_training(tiny_config(corpus, folder), quiet=True)
+
+
+def test_a_changed_metrics_line_is_found_before_training_goes_on(corpus, tmp_path, monkeypatch):
+    """A line that only the newest checkpoint relies on is made again; one that both rely on ends the matter."""
+    config = tiny_config(corpus, tmp_path / "run", "system.checkpoint_every=5", "train.max_steps=40")
+    stop_half_way(config, monkeypatch)
+    path = config.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    newest = max(i for i, line in enumerate(lines) if '"kind":"train"' in line and '"step":10,' in line)
+    lines[newest] = lines[newest].replace('"tokens":128', '"tokens":129')
+    path.write_text("".join(lines))
+    assert run_training(config, quiet=True)["status"] == "finished"
+    assert (config.folder / "damaged").is_dir()
+    assert '"tokens":129' not in path.read_text()
+
+    config = tiny_config(corpus, tmp_path / "again", "system.checkpoint_every=5", "train.max_steps=40")
+    stop_half_way(config, monkeypatch)
+    path = config.folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"tokens":128', '"tokens":129', 1))
+    with pytest.raises(ValueError, match="metrics.jsonl has changed since then.*no whole one"):
+        run_training(config, quiet=True)
+    assert '"step":15' not in path.read_text()
+
+
+def test_a_damaged_best_model_ends_a_resume_and_one_moved_aside_is_taken_back(corpus, tmp_path, monkeypatch):
+    config = tiny_config(corpus, tmp_path / "run", "train.eval_every=5", "train.max_steps=40")
+    stop_half_way(config, monkeypatch)
+    best = config.folder / "best"
+    weights = (best / "model.safetensors").read_bytes()
+    flip_last_byte(best / "model.safetensors")
+    with pytest.raises(ValueError, match="best: damaged .model.safetensors does not match its checksum"):
+        run_training(config, quiet=True)
+    (best / "model.safetensors").write_bytes(weights)
+    best.rename(config.folder / ".best.old")  # as a kill between two renames leaves it
+    assert run_training(config, quiet=True)["status"] == "finished"
+    assert not (config.folder / ".best.old").exists()
 
 
 def test_changed_data_are_refused(tmp_path, monkeypatch):
@@ -316,11 +375,15 @@ def test_time_spent_on_checkpoints_adds_up_over_interruptions(corpus, tmp_path, 
     assert len(read_run(config.folder)["sittings"]) == 2
 
 
-def spoil_ids(folder):
+def zero_tokens(folder):
+    """Of the right size, as a disk leaves them that lost power before it wrote."""
     path = folder / "train.bin"
-    ids = np.fromfile(path, dtype=np.uint16)
-    ids[100] = 60000
-    ids.tofile(path)
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def change_manifest(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"bytes": ', '"bytes": 9', 1))
 
 
 def truncate(folder):
@@ -329,22 +392,18 @@ def truncate(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "spoil", "message"),
+    ("words", "message"),
     [
-        (["model.vocab_size=100"], None, "model.vocab_size: 100 is smaller than the tokenizer's 287"),
-        ([], spoil_ids, "train.bin: id 60000 is beyond the 287 tokens"),
-        (["model.context=4000"], None, "bin: .* tokens are too few for context 4000"),
-        (["train.batch_size=3", "train.accumulate=2"], None, "accumulate: 2 micro-batches do not divide batch_size=3"),
-        (["model=smal"], None, "model.name: no preset 'smal'; did you mean 'small'"),
-        (["method=oelm-x"], None, "method: unknown 'oelm-x'"),
-        (["train.precision=fp16"], None, "train.precision: fp16 needs a CUDA device"),
+        (["model.vocab_size=100"], "model.vocab_size: 100 is smaller than the tokenizer's 287"),
+        (["model.context=4000"], "bin: .* tokens are too few for context 4000"),
+        (["train.batch_size=3", "train.accumulate=2"], "accumulate: 2 micro-batches do not divide batch_size=3"),
+        (["model=smal"], "model.name: no preset 'smal'; did you mean 'small'"),
+        (["method=oelm-x"], "method: unknown 'oelm-x'"),
+        (["train.precision=fp16"], "train.precision: fp16 needs a CUDA device"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_clear_line(tmp_path, words, spoil, message):
+def test_bad_input_is_one_clear_line(tmp_path, words, message):
     corpus = write_corpus(tmp_path, documents=30)
-    if spoil:
-        folder, _ = prepare_data(tiny_config(corpus, tmp_path).data, tiny_config(corpus, tmp_path).system, False)
-        spoil(folder)
     with pytest.raises(ValueError, match=message):
         run_training(tiny_config(corpus, tmp_path / "run", *words), quiet=True)
     if (tmp_path / "run" / "run.json").exists():
@@ -358,11 +417,12 @@ def test_muon_with_scaled_losses_is_refused(tmp_path, monkeypatch):
         run_training(config, quiet=True)
 
 
-def test_a_truncated_file_is_prepared_again(tmp_path):
+@pytest.mark.parametrize("spoil", [truncate, zero_tokens, change_manifest])
+def test_damaged_tokens_are_found_and_prepared_again(tmp_path, spoil):
     corpus = write_corpus(tmp_path)
     config = tiny_config(corpus, tmp_path / "run")
     folder, before = prepare_data(config.data, config.system, False)
-    truncate(folder)
+    spoil(folder)
     assert prepare_data(config.data, config.system, False)[1] == before
     assert run_training(config, quiet=True)["status"] == "finished"
 

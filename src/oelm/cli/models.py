@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import Format, Words, columns, examples, is_json, joined
+from .words import Format, Trust, Words, columns, examples, is_json, joined
 
 if TYPE_CHECKING:
     from ..method.arms import OelmConfig
@@ -84,6 +84,7 @@ def inspect(
     words: Words = None,
     labels: Annotated[int | None, typer.Option(help="classes of a classification head", min=1)] = None,
     context: Annotated[int | None, typer.Option(help="tokens per sequence for the FLOP ceiling", min=1)] = None,
+    trust: Trust = False,
     form: Format = "text",
 ) -> None:
     """Dry surgery: which projections, how many parameters, how orthonormal, what it can save. Trains nothing."""

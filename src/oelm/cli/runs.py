@@ -9,7 +9,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from .words import FileAndWords, Format, columns, examples, is_json, split_file
+from .words import FileAndWords, Format, Trust, columns, examples, is_json, split_file
 
 app = typer.Typer()
 
@@ -46,6 +46,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="one step with random weights on random tokens; writes nothing")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """One run, from texts to checkpoint. The same command again goes on where an interrupted run stopped.
 
@@ -87,6 +88,7 @@ def sample(
     tokens: Annotated[int, typer.Option(help="how many tokens to add", min=1)] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time", min=0.0)] = 0.8,
     seed: Annotated[int, typer.Option(help="of the random choice of tokens")] = 0,
+    trust: Trust = False,
 ) -> None:
     """Text from a trained GPT."""
     from ..models.generate import generate
@@ -126,7 +128,7 @@ def predict(
 
 
 @app.command(epilog=examples("oelm verify runs/debug", "oelm verify runs/quickstart/oelm-s0-1a2b3c4d5e6f"))
-def verify(run: Annotated[str, typer.Argument(help="a run folder")]) -> None:
+def verify(run: Annotated[str, typer.Argument(help="a run folder")], trust: Trust = False) -> None:
     """Re-check a saved run: frozen bytes, orthonormality, counts, and that log and record agree."""
     from ..training.audit import audit
 

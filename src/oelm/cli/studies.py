@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from .words import FileAndWords, Format, Words, examples, is_json, joined, split_file
+from .words import FileAndWords, Format, Trust, Words, examples, is_json, joined, split_file
 
 app = typer.Typer()
 study = typer.Typer(help="Plan, run and follow a study.", no_args_is_help=True)
@@ -123,6 +123,7 @@ def run(
     scale: Scale = None,
     on: Annotated[str, typer.Option(help="local or ray")] = "local",
     address: Annotated[str | None, typer.Option(help="of the Ray cluster; default: the one this machine is in")] = None,
+    trust: Trust = False,
     page: Page = False,
     port: Port = 0,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,18 @@ Words = Annotated[
 FileAndWords = Annotated[
     list[str] | None,
     typer.Argument(help="a YAML file, if any, then settings (see oelm ls settings)", metavar="[FILE] [KEY=VALUE]..."),
+]
+
+
+def _trust(wanted: bool) -> bool:
+    from ..integrity import TRUST
+
+    os.environ[TRUST] = "1" if wanted else "0"
+    return wanted
+
+
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="run the code that a model brings along", callback=_trust)
 ]
 
 

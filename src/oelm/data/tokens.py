@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+import json
 import os
 import shutil
 import time
@@ -22,6 +23,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from oelm.data.corpus import EOT, Corpus, Document, Split, open_corpus, stable_hash
+from oelm.integrity import SEAL, file_sha256, read_object, remembered_sha256, seal_holds, sealed
 
 FORMAT = 1
 GPT2 = ("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e")
@@ -58,19 +60,31 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """The manifest of a prepared folder, checked against the sizes of its files."""
+        """The manifest of a prepared folder, checked against its seal and the sizes of its files."""
         try:
-            manifest = cls.model_validate_json((folder / "manifest.json").read_bytes())
+            facts = read_object(folder / "manifest.json")
+            if SEAL in facts and not seal_holds(facts):  # old ones have none
+                raise ValueError("manifest.json does not match its own checksum")
+            manifest = cls.model_validate({key: value for key, value in facts.items() if key != SEAL})
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"{folder}: no prepared corpus there; see oelm prepare") from None
         except ValidationError as error:
             raise ValueError(f"{folder}/manifest.json: damaged or too old; prepare again") from error
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}; prepare again") from None
         for name, split in manifest.splits.items():
             path = folder / f"{name}.bin"
             size = path.stat().st_size if path.exists() else 0
             if size != split.tokens * np.dtype(manifest.dtype).itemsize:
                 raise ValueError(f"{path}: {size} bytes are not its {split.tokens} tokens; prepare again")
         return manifest
+
+    def check(self, folder: Path, split: Split) -> str:
+        """The checksum of a split's file as it is now; raises unless it is the manifest's."""
+        path = folder / f"{split}.bin"
+        if (found := remembered_sha256(path)) != self.splits[split].sha256:
+            raise ValueError(f"{path}: does not match its checksum; it is damaged: delete the folder, prepare again")
+        return found
 
 
 def prepare(
@@ -110,7 +124,8 @@ def prepare(
                 facts = _encode(source, coder, partial, workers or cores, progress)
                 wanted |= {"corpus": corpus, "revision": source.revision, "tokenizer": tokenizer}
                 manifest = Manifest(**wanted, **facts, tokenizer_sha256=hashlib.sha256(text).hexdigest())
-                (partial / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
+                text = json.dumps(sealed(manifest.model_dump(mode="json")), indent=2).encode()
+                (partial / "manifest.json").write_bytes(text + b"\n")
                 (folder / "manifest.json").unlink(missing_ok=True)  # it never stands beside files of another
                 for name in (*(f"{split}.bin" for split in source.splits), "tokenizer.json", "manifest.json"):
                     os.replace(partial / name, folder / name)
@@ -122,7 +137,9 @@ def prepare(
 def _ready(folder: Path, wanted: dict[str, Any]) -> Manifest | None:
     with suppress(FileNotFoundError, ValueError):
         found = Manifest.load(folder)
-        coder = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+        for split in found.splits:
+            found.check(folder, split)
+        coder = file_sha256(folder / "tokenizer.json")
         return found if wanted.items() <= dict(found).items() and coder == found.tokenizer_sha256 else None
     return None
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_valid
 
 from .. import record
 from ..config import RunConfig
+from ..consistency import check_record
 from ..study.plan import Decide
 from ..study.watch import Seen, diverged
 from ..validation import validation_line
@@ -172,13 +173,8 @@ def _config(facts: dict[str, Any]) -> RunConfig:
 
 def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Decide) -> Measured:
     metrics = record.read_metrics(path)
-    losses, evals = record.losses(metrics), record.evaluations(metrics)
-    best, totals = facts["totals"]["best"], facts["totals"]
-    lowest = min((line["loss"] for line in evals), default=None)
-    if lowest != best["loss"]:
-        raise ValueError(f"run.json has best loss {best['loss']}, the evaluations in metrics.jsonl {lowest}")
-    if len(losses) != totals["steps"]:
-        raise ValueError(f"run.json counts {totals['steps']} steps, metrics.jsonl {len(losses)}")
+    check_record(path, facts, metrics)
+    losses, best, totals = record.losses(metrics), facts["totals"]["best"], facts["totals"]
     frozen, scheduled = record.mean_frozen(facts, metrics), any(line["kind"] == "freeze" for line in metrics)
     stride = -(-(config.train.max_steps or totals["steps"]) // BINS)
     value, labels, answers = best["loss"], "", dict[str, NDArray[np.bool_]]()
@@ -203,7 +199,9 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
         trainable=facts["surgery"]["total"] - frozen, frozen=frozen,
         ceiling=facts["flops_per_token"]["ceiling"], curve=_thinned(losses, stride), stride=stride,
         evals=_evaluated(metrics),
-        environment=json.dumps({**facts["environment"], "precision": facts["precision"]}, sort_keys=True),
+        environment=json.dumps(
+            facts.get("environment", {}) | {"precision": facts.get("precision", "unknown")}, sort_keys=True
+        ),
         data=json.dumps([facts["data_sha256"], labels], sort_keys=True), updated=facts["updated"],
     )  # fmt: skip
 

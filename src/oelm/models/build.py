@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from ..config import ModelConfig
+from ..integrity import META, check_folder, trusts_remote_code
 from .gpt import GPT, GPTConfig
 from .presets import FROM_CONFIG, PACKAGED, PRESETS
 
@@ -35,6 +39,35 @@ def build_gpt(config: ModelConfig, vocab_size: int, seed: int) -> GPT:
         return GPT(GPTConfig(**shape))
 
 
+def check_saved(folder: Path) -> None:
+    """Raises unless a model saved by a run is as it was saved; a folder of others has no checksums to check."""
+    if (folder / META).is_file():
+        try:
+            check_folder(folder)
+        except ValueError as error:
+            raise ValueError(f"{folder}: damaged ({error}); train it again, or restore the folder") from None
+
+
+@contextmanager
+def loading(folder: Path | str) -> Iterator[None]:
+    """One line, with the file where it is known, for whatever a library raises on a folder that it cannot load."""
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise _foreign(str(folder)) from None
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        file = next(iter(sorted(Path(folder).glob("*.safetensors"))), folder)
+        where = file if isinstance(error, SafetensorError) else folder
+        raise ValueError(f"{where}: cannot be loaded ({reason})") from None
+
+
+def _foreign(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: the model brings code of its own, which is not run; if you trust it, say --trust-remote-code"
+    )
+
+
 def load_causal(folder: Path) -> Any:
     """The language model saved in a folder."""
     from transformers import AutoModelForCausalLM
@@ -55,7 +88,9 @@ def load_whole(kind: Any, folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder}: no saved model there; train one first, or wait for its first evaluation")
     logging.disable_progress_bar()
-    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    check_saved(folder)
+    with loading(folder):
+        model, info = kind.from_pretrained(folder, output_loading_info=True, trust_remote_code=trusts_remote_code())
     if odd := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise ValueError(f"{folder}: the saved weights are not those of a {type(model).__name__} ({odd[0]})")
     return model.eval()
@@ -83,7 +118,9 @@ def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.M
             )
         config, origin = config_for(name, name, labels), f"configuration in {name}"
         if any(Path(name).glob("*.safetensors")):
-            return _class_for(config, bool(labels)).from_pretrained(name, **labels), f"weights in {name}"
+            check_saved(Path(name))
+            with loading(name):
+                return _class_for(config, bool(labels)).from_pretrained(name, **labels), f"weights in {name}"
     elif name in FROM_CONFIG:
         config, origin = config_for(name, name, labels), f"configuration of {name}"
     elif name in CONFIG_MAPPING:
@@ -108,6 +145,12 @@ def _class_for(config: Any, classifier: bool = False) -> Any:
     """The model class a user would train: as its config says, else the first head that fits; or a classifier."""
     import transformers
 
+    brought = getattr(config, "auto_map", None) or {}
+    if trusts_remote_code() and (names := [name for name in brought if name.startswith("AutoModel")]):
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        wanted = "AutoModelForSequenceClassification" if classifier else names[0]
+        return get_class_from_dynamic_module(brought.get(wanted, brought[names[0]]), config._name_or_path)
     if classifier:
         for mapping in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForImageClassification):
             if type(config) in mapping._model_mapping:
@@ -139,14 +182,17 @@ def config_for(source: str, name: str, fields: dict[str, Any] | None = None, pre
     if source and Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FileNotFoundError(f"{name}: no config.json in this folder, so no model there")
-        return AutoConfig.from_pretrained(source, **fields)
+        with loading(Path(source) / "config.json"):
+            return AutoConfig.from_pretrained(source, trust_remote_code=trusts_remote_code(), **fields)
     if source in FROM_CONFIG and not pretrained:
         kind, known = FROM_CONFIG[source]
         return AutoConfig.for_model(kind, **known, **fields)
     logging.set_verbosity_error()  # its retries would bury the one line that matters
     try:
-        return AutoConfig.from_pretrained(source, **fields)
-    except (OSError, ValueError):
+        return AutoConfig.from_pretrained(source, trust_remote_code=trusts_remote_code(), **fields)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise _foreign(name) from None
         raise no_such_model(name) from None
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..config import ModelConfig
+from ..integrity import trusts_remote_code
 from .build import config_for, no_such_model
 from .presets import PACKAGED, PRESETS
 
@@ -54,7 +55,8 @@ def build_classifier(
     if style == "classify":
         shape.num_labels = len(labels)
         shape.id2label, shape.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
-    if type(shape) not in cls._model_mapping:
+    foreign = cls.__name__ in (getattr(shape, "auto_map", None) or {}) and trusts_remote_code()
+    if type(shape) not in cls._model_mapping and not foreign:
         kind = (
             "cannot classify sequences" if style == "classify" else "is no encoder-decoder, so it cannot write labels"
         )
@@ -63,15 +65,15 @@ def build_classifier(
         torch.manual_seed(seed)
         if pretrained:
             return _loaded(cls, source, config, shape)
-        return cls.from_config(shape, dtype=WEIGHTS[config.dtype])
+        return cls.from_config(shape, dtype=WEIGHTS[config.dtype], trust_remote_code=trusts_remote_code())
 
 
 def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source_of(name))
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(source_of(name), trust_remote_code=trusts_remote_code())
+    except Exception as error:  # its Rust side raises no type of its own
         reason = str(error).strip().partition("\n")[0]
         hint = f"give a folder that holds the model and its tokenizer, or {', '.join(PACKAGED)}"
         raise ValueError(f"model.name: no tokenizer for {name} ({reason}); {hint}") from None
@@ -111,7 +113,10 @@ def _loaded(cls: Any, source: str, config: ModelConfig, shape: Any) -> Any:
     logging.disable_progress_bar()
     try:
         # By itself it would train a half-precision checkpoint in half precision, moments and all.
-        model, info = cls.from_pretrained(source, config=shape, output_loading_info=True, dtype=WEIGHTS[config.dtype])
+        model, info = cls.from_pretrained(
+            source, config=shape, output_loading_info=True, dtype=WEIGHTS[config.dtype],
+            trust_remote_code=trusts_remote_code(),
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, OSError) and not Path(source).is_dir():
             raise no_such_model(name) from None

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from .build import load_causal, saved_kind
+from ..integrity import trusts_remote_code
+from .build import load_causal, loading, saved_kind
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
@@ -16,7 +17,8 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
         run = folder.parent if folder.name == "best" else folder
         raise ValueError(f"{run}: is a classifier, which writes no text; say oelm predict {run} --text ...")
     model = load_causal(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with loading(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code())
     ids = tokenizer(prompt, return_tensors="pt").input_ids if prompt else torch.tensor([[tokenizer.eos_token_id]])
     room = model.config.max_position_embeddings - ids.shape[1]
     if room < 1:

@@ -253,10 +253,13 @@ def environments(analysis: Analysis) -> list[list[tuple[str, str]]]:
     found = Counter(run.environment for run in analysis.runs())
     listed = []
     for text, count in found.most_common():
-        e = json.loads(text)
-        git = e.get("git")
-        state = f"{git['commit'][:12]}{', changed since' if git['dirty'] else ''}" if git else "not from a git tree"
-        versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items() if version)
+        e = defaultdict(lambda: "unknown", json.loads(text))
+        git, versions = e["git"], "versions unknown"
+        state = "unknown" if git == "unknown" else "not from a git tree"
+        if isinstance(git, dict):
+            state = f"{git.get('commit', 'unknown')[:12]}{', changed since' if git.get('dirty') else ''}"
+        if "versions" in e:
+            versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items() if version)
         listed.append([
             ("Runs", f"{count}"), ("Processor", f"{e['cpu']}, {e['cores']} cores; threads per run: {e['threads']}"),
             ("Accelerator", e["gpu"] or "none"), ("Precision", e["precision"]), ("System", e["platform"]),

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
-from ..record import claimed, is_claimed
+from ..integrity import TRUST, trusts_remote_code
+from ..record import claimed, is_claimed, record_text
 from .plan import Cell, Execution
 from .watch import look, unsettled
 
@@ -41,7 +42,9 @@ def run_on_ray(
         return problems
     ray = _connect(address)
     # One call a process: each run starts afresh, as it does on one machine.
-    resources = {"num_cpus": execution.cpus_per_run, "num_gpus": execution.gpus_per_run}
+    resources: dict[str, Any] = {"num_cpus": execution.cpus_per_run, "num_gpus": execution.gpus_per_run}
+    if trusts_remote_code():
+        resources["runtime_env"] = {"env_vars": {TRUST: "1"}}
     task = ray.remote(**resources, max_retries=RETRIES, max_calls=1)(_run_and_pack)
     tokens = _tokens_so_far(cells)
     waiting, elsewhere, flying = deque(queue), list[Cell](), dict[Any, tuple[Cell, ExitStack]]()
@@ -99,7 +102,7 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
             "base.system.data_dir, or the same files and versions"
         )
     record["config"] = cell.config.to_record()  # the node's scratch folder is gone
-    files = files | {"run.json": (json.dumps(record, indent=1) + "\n").encode()}
+    files = files | {"run.json": record_text(record).encode()}
     arriving = cell.folder / ".arriving"
     for leftover in (".arriving", "last", "previous", "best"):  # of an earlier try that was never finished
         shutil.rmtree(cell.folder / leftover, ignore_errors=True)

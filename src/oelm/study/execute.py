@@ -265,6 +265,7 @@ def share_cores(execution: Execution, threads: int | None, gpus: int = 0) -> tup
 def _child(config: RunConfig, gpu: str | None) -> None:
     """One run in its own process, away from the terminal: what it prints goes to console.log."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which asks each run once, by SIGTERM
+    _end_with_the_launcher()
     config.folder.mkdir(parents=True, exist_ok=True)
     console = os.open(config.folder / "console.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(console, 1)
@@ -284,6 +285,7 @@ def _child(config: RunConfig, gpu: str | None) -> None:
 
 def _prepare(config: RunConfig) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to tidy up: what is half prepared is thrown away
+    _end_with_the_launcher()
     if config.task:
         from ..data.tasks import load_task
 
@@ -292,6 +294,18 @@ def _prepare(config: RunConfig) -> None:
     from ..training.pretrain import prepare_data
 
     prepare_data(config.data, config.system, progress=True)
+
+
+def _end_with_the_launcher() -> None:
+    """In a child: a launcher that is killed tells nobody, but its end of a pipe closes. Then the run checkpoints."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def follow() -> None:
+        wait([launcher.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _start_forkserver() -> None:

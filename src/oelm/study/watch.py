@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ..record import differences, evaluations, is_claimed, read_metrics, read_run, write_atomically
+from ..record import differences, evaluations, is_claimed, read_metrics, read_run, sweep, write_atomically
 from ..validation import validation_line
 from .plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 
@@ -35,6 +35,7 @@ def begin(study: StudyConfig) -> Path:
     path = study.folder / "study.json"
     study.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(study.folder / ".begin"):  # two launchers may begin at once
+        sweep(study.folder, "study.json")
         _begin(study, path)
     return study.folder
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
-from ..config import parse_config
+from ..config import RunConfig, parse_config
+from ..consistency import check_record
+from ..data.batches import Tokens
+from ..integrity import META, SEAL
 from ..method.frames import ORTHONORMAL
 from ..method.recovery import Recovered
 from ..method.schedule import change_state
 from ..method.surgery import apply_oelm
 from ..method.verify import VerifyError, verify
-from ..models.build import build_gpt
+from ..models.build import build_gpt, check_saved, load_causal, loading
 from ..models.classifiers import build_classifier
-from ..record import evaluations, is_claimed, losses, read_metrics, read_predictions, read_run
+from ..record import evaluations, is_claimed, read_metrics, read_predictions, read_run
 from .checkpoint import load_checkpoint
+from .pretrain import FEW, few_loss
+
+# How far a loss may move, as a share, when it is measured again on a CPU in fp32.
+TOLERANCE = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 1e-2}
 
 
 def audit(folder: Path) -> list[str]:
@@ -30,7 +39,12 @@ def audit(folder: Path) -> list[str]:
             f"{folder}: the run has no saved model in best/, which its first evaluation "
             "writes; verify it after that, or train it with its own command"
         )
-    best = load_file(folder / "best" / "model.safetensors")
+    check_record(folder, record, metrics)
+    if SEAL in record and not (folder / "best" / META).is_file():
+        raise ValueError(f"{folder / 'best'}: damaged ({META} is missing)")
+    check_saved(folder / "best")
+    with loading(folder / "best"):
+        best = load_file(folder / "best" / "model.safetensors")
     if config.task:
         shape = config.model.model_copy(update={"name": str(folder / "best")})
         labels = record["task"]["labels"]
@@ -73,24 +87,42 @@ def audit(folder: Path) -> list[str]:
             proven += f"; {frames} of them are orthonormal frames still"
         done.append(f"{name}: {proven if expected else 'nothing is frozen in it, so there are no bytes to check'}")
 
+    if not config.task:
+        done.append(_measured_again(folder, record, config, min(evaluations(metrics), key=lambda line: line["loss"])))
     totals = record.get("totals", {})
     if record["status"] == "finished":
-        steps = len(losses(metrics))
-        if steps != totals["steps"]:
-            raise ValueError(f"{folder}: metrics.jsonl holds {steps} steps, run.json {totals['steps']}")
-        lowest = min(evaluations(metrics), key=lambda line: line["loss"])
-        if (lowest["loss"], lowest["step"]) != (totals["best"]["loss"], totals["best"]["step"]):
-            raise ValueError(f"{folder}: the best evaluation in metrics.jsonl is not the one in run.json")
         for name, split in read_predictions(folder)["splits"].items() if config.task else []:
             right = sum(a == b for a, b in zip(split["labels"], split["predicted"], strict=True))
             if right / len(split["labels"]) != totals["splits"][name]["accuracy"]:
                 raise ValueError(f"{folder}: predictions.json and run.json differ in the accuracy on {name}")
             done.append(f"{name}: {right} of {len(split['labels'])} predictions are right, as recorded")
-        done.append(f"{steps} steps and the best loss of {lowest['loss']:.4f} nats are the same in log and record")
+        same = f"{totals['steps']} steps and the best loss of {totals['best']['loss']:.4f} nats"
+        done.append(f"{same} are the same in log and record")
     else:
         state = "killed" if record["status"] == "running" and not is_claimed(folder) else record["status"]
         done.append(f"the run is {state}, not finished: log and record are not compared; the same command goes on")
     return done
+
+
+def _measured_again(folder: Path, record: dict[str, Any], config: RunConfig, said: dict[str, Any]) -> str:
+    """Compares the best model's loss on a few windows with the one that was recorded when it was saved."""
+    place = Path(record["data_folder"])
+    if "few_loss" not in said:
+        return "best: recorded without its loss on a few windows, so its loss was not measured again"
+    if not (place / "manifest.json").is_file():
+        return f"best: its tokens are not in {place}, so its loss was not measured again"
+    tokens = Tokens.open(place, "val")
+    if tokens.manifest.splits["val"].sha256 != record["data_sha256"]["val"]:
+        return f"best: {place} holds other tokens by now, so its loss was not measured again"
+    model = load_causal(folder / "best")
+    with torch.no_grad():
+        found = few_loss(model, tokens, config, model.config.max_position_embeddings, torch.device("cpu"))
+    if not abs(found - said["few_loss"]) <= TOLERANCE[record["precision"]] * said["few_loss"]:
+        raise ValueError(
+            f"{folder / 'best'}: is not the model that was measured: its loss on {FEW} windows is {found:.4f}, "
+            f"the record says {said['few_loss']:.4f}"
+        )
+    return f"best: its loss on {FEW} windows of the validation is {found:.4f} again"
 
 
 def _refuse(text: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ..integrity import check_folder, seal_folder, sync_folder
 from ..method.layout import gathered
 
 # Randomness inside a step is a function of (seed, step), so there is no generator state to keep.
@@ -40,9 +39,7 @@ def save_checkpoint(
         save_file(weights, saving / "weights.safetensors")
         torch.save(states, saving / "optimizer.pt")
         _readable(saving)
-        sums = {path.name: _sync_and_sum(path) for path in sorted(saving.iterdir())}
-        (saving / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=1) + "\n")
-        _sync_and_sum(saving / "meta.json")
+        seal_folder(saving, meta)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk has all three faces
         shutil.rmtree(saving, ignore_errors=True)
         raise _cannot_write(run, error) from error
@@ -53,15 +50,18 @@ def save_checkpoint(
         shutil.rmtree(previous, ignore_errors=True)
         os.replace(last, previous)
     os.replace(saving, last)
+    sync_folder(run)
 
 
 def load_checkpoint(
     run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], warn: Callable[[str], None],
     take_up: Callable[[dict[str, Any]], None] = lambda meta: None,
+    check: Callable[[dict[str, Any]], None] = lambda meta: None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Loads the newest whole checkpoint and returns its meta, with the `folder` it came from.
 
-    `take_up` gets the meta before anything is loaded, to put model and optimizers into the state that was saved.
+    `check` raises ValueError for a meta that is not to be relied on, which then counts as damage. `take_up` gets the
+    meta before anything is loaded, to put model and optimizers into the state that was saved.
     None when there is no checkpoint; that all there are is damaged is an error, for starting over would bury them.
     """
     damage = []
@@ -69,25 +69,18 @@ def load_checkpoint(
         if not folder.exists():
             continue
         try:
-            meta = checked_meta(folder)
-        except (OSError, ValueError, KeyError) as error:
+            meta = check_folder(folder)
+            tensors, states = _read(folder, model, len(optimizers))
+            check(meta)
+        except (OSError, ValueError) as error:
             damage.append(f"{folder}: damaged checkpoint ({error})")
             continue
         if damage:
             warn(f"{damage[0]}; going on from the one before")
         take_up(meta)
-        tensors = load_file(folder / "weights.safetensors")
-        own = _tensors(model)
-        shapes, own_shapes = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, own))
-        if shapes != own_shapes:
-            odd = min(name for name in shapes.keys() | own_shapes.keys() if shapes.get(name) != own_shapes.get(name))
-            raise ValueError(
-                f"{folder}: is of another model ({odd}: {shapes.get(odd)} there, {own_shapes.get(odd)} here)"
-            )
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in _tensors(model).items():
                 tensor.copy_(_sharded_like(tensor, tensors[name]))
-        states = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu") if optimizers else []
         for optimizer, state in zip(optimizers, states, strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for index, values in state["state"].items():
@@ -99,6 +92,29 @@ def load_checkpoint(
     if damage:
         raise ValueError(f"{damage[0]}, and there is no whole one to go on from; begin anew with out=...")
     return None
+
+
+def _read(folder: Path, model: nn.Module, optimizers: int) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """The tensors and the states of so many optimizers; raises ValueError unless they fit."""
+    try:
+        tensors = load_file(folder / "weights.safetensors")
+    except SafetensorError as error:
+        raise ValueError(f"weights.safetensors: {error}") from None
+    shapes, own = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, _tensors(model)))
+    if shapes != own:
+        odd = min(name for name in shapes.keys() | own.keys() if shapes.get(name) != own.get(name))
+        raise ValueError(f"is of another model: {odd} is {shapes.get(odd)} there, {own.get(odd)} here")
+    if not optimizers:
+        return tensors, []
+    try:
+        states = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+        kept = [sorted(state) for state in states]
+    except Exception as error:  # whatever the unpickler meets in a file that it does not trust
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"optimizer.pt cannot be read ({type(error).__name__}: {reason})") from None
+    if kept != [["param_groups", "state"]] * optimizers:
+        raise ValueError(f"optimizer.pt does not hold the state of {optimizers} optimizers")
+    return tensors, states
 
 
 def collected(tree: Any, keep: bool) -> Any:
@@ -125,8 +141,8 @@ def set_aside_damaged(run: Path) -> None:
         os.replace(run / "last", run / "damaged")
 
 
-def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder aside and swaps it in, so that readers never see half of it."""
+def replace_folder(target: Path, write: Callable[[Path], None], facts: dict[str, Any] | None = None) -> None:
+    """Writes a folder aside, seals it with these facts and swaps it in, so that readers never see half of it."""
     fresh, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -134,6 +150,7 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
     try:
         write(fresh)
         _readable(fresh)
+        seal_folder(fresh, facts or {})
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
         raise _cannot_write(target, error) from error
@@ -143,7 +160,34 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
     if target.exists():
         os.replace(target, old)
     os.replace(fresh, target)
+    sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def find_best(run: Path, meta: dict[str, Any]) -> Path | None:
+    """Where the best model that a checkpoint speaks of lies: in best/, or beside it, where a kill left it.
+
+    None when there was none yet, or when best/ is newer than the checkpoint: then it is going to be made again.
+    """
+    wanted, problem, newer = meta["best"], "it is missing", False
+    for place in (run / "best", run / ".best.old"):
+        if not wanted or not place.exists():
+            continue
+        try:
+            facts = check_folder(place)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+            continue
+        if (facts["step"], facts["loss"]) == (wanted["step"], wanted["loss"]):
+            return place
+        newer |= facts["step"] > meta["step"]
+        problem = f"it is of step {facts['step']}, not {wanted['step']}"
+    if wanted and not newer:
+        raise ValueError(
+            f"{run / 'best'}: damaged ({problem}), and the run has no other copy of its best model; restore the "
+            "folder, or begin anew with out=..."
+        )
+    return None
 
 
 def _readable(folder: Path) -> None:
@@ -161,15 +205,6 @@ def _cannot_write(target: Path, error: Exception) -> ValueError:
     )
 
 
-def checked_meta(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself; raises where one of its files is not what was written."""
-    meta = json.loads((folder / "meta.json").read_text())
-    for name, expected in meta["sha256"].items():
-        if _sum(folder / name) != expected:
-            raise ValueError(f"{name} does not match its checksum")
-    return meta
-
-
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer once, under the names of the model as it stands after surgery."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
@@ -182,14 +217,3 @@ def _sharded_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
     sharded: Any = target
     return distribute_tensor(value.to(target.device), sharded.device_mesh, sharded.placements)
-
-
-def _sync_and_sum(path: Path) -> str:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-    return _sum(path)
-
-
-def _sum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import signal
 import threading
 import time
@@ -15,13 +17,15 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from torch import Tensor, nn
 
 from ..config import RunConfig
 from ..method.layout import gathered
 from ..method.verify import unwrap, verify
-from ..record import Run
-from .checkpoint import collected, load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
+from ..record import Run, check_metrics
+from ..validation import validation_line
+from .checkpoint import collected, find_best, load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
 from .clock import WARMUP, Clock
 from .device import agree_on_start, upload
 from .freezing import Freezer
@@ -70,6 +74,19 @@ class Progress:
     tokens: int = 0
     train_seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)
+
+
+class Saved(BaseModel, strict=True):
+    """What a checkpoint's meta must hold, whoever wrote it."""
+
+    id: str
+    step: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    train_seconds: FiniteFloat = Field(ge=0)
+    best: dict[str, FiniteFloat]
+    metrics_size: int = Field(ge=0)
+    metrics_sha256: str
+    frozen: dict[str, str] = {}  # fingerprints, where a schedule changes what is frozen
 
 
 class Stopper:
@@ -123,7 +140,7 @@ def train(
             raise TrainingFailed(f"a weight is not finite after step {progress.step}; {ADVICE}")
         start = time.perf_counter()
         meta = {"id": config.id, "trunk": trunk_name(config), **asdict(progress)}
-        meta["metrics_size"] = run.metrics_size() if run else 0
+        meta |= run.metrics_mark() if run else {}
         if freezer.steps:
             meta["frozen"] = inner.oelm_report.fingerprints  # type: ignore[union-attr]
         if accelerator.scaler is not None:
@@ -207,9 +224,19 @@ def _take_up(
         if run:
             run.say(text)
 
+    def check(meta: dict[str, Any]) -> None:
+        try:
+            Saved.model_validate(meta)
+        except ValidationError as error:
+            raise ValueError(validation_line(error, Saved, "meta.json")) from None
+        if meta["best"] and not meta["best"].keys() >= {"loss", "step"}:
+            raise ValueError("meta.json names a best evaluation without loss or step")
+        check_metrics(folder, meta["metrics_size"], meta["metrics_sha256"])
+
     folder = config.folder
-    meta = load_checkpoint(folder, model, optimizers, warn, freezer.take_up)
+    meta = load_checkpoint(folder, model, optimizers, warn, freezer.take_up, check)
     agree_on_start(accelerator, folder, meta["id"] if meta else config.id, meta["step"] if meta else 0)
+    best = find_best(folder, meta) if meta else None
     accelerator.wait_for_everyone()  # before the first process moves anything that another is reading
     if meta is None:
         if run:
@@ -223,10 +250,13 @@ def _take_up(
     if "scaler" in meta and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(meta["scaler"])
     progress = Progress(meta["step"], meta["tokens"], meta["train_seconds"], meta["best"])
-    if not (folder / "best").is_dir():
+    if best is None:
         progress.best = {}  # the next evaluation writes one
     if run:
         run.rewind(meta["metrics_size"])
+        if best == folder / ".best.old":
+            shutil.rmtree(folder / "best", ignore_errors=True)
+            os.replace(best, folder / "best")
         if meta["folder"] == "previous":
             set_aside_damaged(folder)
         if branched:
@@ -343,7 +373,7 @@ def _evaluate(
         inner = unwrap(accelerator.unwrap_model(model))
         state = collected(inner.state_dict(keep_vars=True), keep=run is not None)
         if run:
-            replace_folder(folder / "best", lambda f: task.save(inner, state, f))
+            replace_folder(folder / "best", lambda f: task.save(inner, state, f), progress.best)
     if run:
         run.append("eval", step=progress.step, **metrics, seconds=time.perf_counter() - start)
         accelerator.log({f"val/{name}": value for name, value in metrics.items()}, step=progress.step)

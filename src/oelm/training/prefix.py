@@ -23,6 +23,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..config import RunConfig
+from ..integrity import check_folder
 from ..record import CLAIM, METRICS, is_claimed
 
 OWN = ("max_steps", "max_tokens", "max_time", "decay_share")  # of `train`: what only the end of a run depends on
@@ -74,16 +75,15 @@ class Trunk:
 
     def take_up(self, facts: dict[str, Any]) -> int | None:
         """Puts the longest kept state that the run can use in its folder; the step of it, if there was one."""
-        from .checkpoint import checked_meta  # here, because a launcher asks for names alone and needs no torch
-
         for step in sorted(kept_steps(self.folder), reverse=True):
             place = self.folder / str(step)
             if step > self.last or step <= max(_step(self.run / part) for part in ("last", "previous")):
                 continue
             try:
                 same = json.loads((place / "facts.json").read_text()) == self._facts(facts)
-                checked_meta(place / "last")
-            except (OSError, ValueError, KeyError):
+                for part in PARTS:
+                    check_folder(place / part) if (place / part).exists() else None
+            except (OSError, ValueError):
                 same = False
             if not same:  # damaged, or of other data
                 continue

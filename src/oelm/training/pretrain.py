@@ -22,6 +22,8 @@ from ..data.tokens import Manifest, prepare
 from ..method.surgery import dry_oelm
 from ..models.build import build_gpt
 
+FEW = 4  # windows
+
 
 @dataclass
 class LanguageModelling:
@@ -48,7 +50,9 @@ class LanguageModelling:
         return {"input_ids": x, "shift_labels": y}
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        return self.measure("val", model, accelerator, self.config.train.eval_tokens)
+        metrics = self.measure("val", model, accelerator, self.config.train.eval_tokens)
+        few = few_loss(model, self.splits["val"], self.config, self.context, accelerator.device)
+        return {**metrics, "few_loss": few}
 
     def measure(
         self, split: Split, model: nn.Module, accelerator: Accelerator, limit: int | None = None
@@ -92,6 +96,12 @@ class LanguageModelling:
         PreTrainedTokenizerFast(tokenizer_object=coder, eos_token=eot).save_pretrained(folder)
 
 
+def few_loss(model: nn.Module, tokens: Tokens, config: RunConfig, context: int, device: torch.device) -> float:
+    """The loss on the first few windows of the validation, by which a saved model can be told again."""
+    x, y = next(val_batches(tokens, batch_size=FEW, context=context, limit_tokens=config.train.eval_tokens))
+    return float(model(input_ids=x.to(device), shift_labels=y.to(device)).loss)
+
+
 def data_folder(data: DataConfig, system: SystemConfig) -> Path:
     """Prepared tokens are named by their recipe, so that runs share them."""
     unset = {"test_fraction"} if data.test_fraction is None else set()  # added later: old folders keep their names
@@ -125,7 +135,7 @@ class Pretraining:
         folder, manifest = prepare_data(self.config.data, self.config.system, progress)
         facts = {
             "data_folder": str(folder),
-            "data_sha256": {name: split.sha256 for name, split in manifest.splits.items()},
+            "data_sha256": {name: manifest.check(folder, name) for name in manifest.splits},  # as read, not as said
         }  # fmt: skip
         return facts, "tokens: " + ", ".join(f"{split.tokens:,} {name}" for name, split in manifest.splits.items())
 

@@ -15,8 +15,10 @@ from torch import nn
 
 from ..config import RunConfig
 from ..flops import Flops, flops_by_step, mean_flops
+from ..integrity import trusts_remote_code
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
+from ..models.build import check_saved
 from ..record import ANSWERS, Run, arm_changes, claimed, read_run, write_predictions
 from ..runs import drop_checkpoints
 from ..runtime import (
@@ -34,6 +36,8 @@ from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
 from .prefix import Trunk, trunk_name
 from .pretrain import LanguageModelling, Pretraining
+
+SAME = 1e-2  # share by which the loss of a saved classifier may differ: corrections are merged, sums have another order
 
 
 class Job(Protocol):
@@ -97,6 +101,7 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
             "id": config.id, "name": config.name, "config": config.to_record(), "science": config.science(),
             "precision": precision, "precision_reason": reason, "processes": accelerator.num_processes,
             "environment": environment(accelerator.device),
+            "trust_remote_code": trusts_remote_code(),
             "datasheet_flops": datasheet_peak(accelerator.device, precision), **found,
         }  # fmt: skip
         run = Run.open(folder, facts, quiet)
@@ -204,6 +209,7 @@ def _last_words(
 ) -> dict[str, Any]:  # fmt: skip
     """Measures the best model on the splits that training never saw; its answers go to the run folder."""
     accelerator.wait_for_everyone()
+    check_saved(config.folder / "best")
     # best/ as anybody would load it, so that the answers are those of the model that is kept
     inner: Any = unwrap(accelerator.unwrap_model(model))
     best_folder, kind = config.folder / "best", type(inner)
@@ -212,6 +218,12 @@ def _last_words(
     found = job.finish(saved, task, accelerator)
     if not found:
         return {}
+    again = found["validation"]["metrics"]["loss"] if "validation" in found else best["loss"]
+    if not abs(again - best["loss"]) <= SAME * max(best["loss"], 0.1):
+        raise ValueError(
+            f"{config.folder / 'best'}: is not the model that was measured: its validation loss is {again:.4f}, "
+            f"at step {best['step']:.0f} it was {best['loss']:.4f}"
+        )
     answers = {name: {key: f[key] for key in ANSWERS} for name, f in found.items() if "predicted" in f}
     if run:
         if answers:
