@@ -157,7 +157,8 @@ def _run_and_pack(config: RunConfig, home: str, keep_model: bool, token: str, gp
         try:
             run_training(config.model_copy(update={"out": str(folder)}), quiet=True)
         except Exception:
-            if not (folder / "run.json").exists():
+            record = folder / "run.json"
+            if not record.exists() or json.loads(record.read_text())["status"] != "failed":
                 raise
         wanted = [folder / name for name in RECORD] + (list((folder / "best").glob("*")) if keep_model else [])
         files = {str(path.relative_to(folder)): path.read_bytes() for path in wanted if path.exists()}
