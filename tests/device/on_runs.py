@@ -16,7 +16,7 @@ from oelm.models.build import load_causal
 from oelm.models.generate import generate
 from oelm.probe import Puzzles, probe_run, puzzle_scores, text_puzzles, text_scores
 from oelm.record import evaluations, losses, read_metrics, read_run
-from oelm.study.bench import bench_step
+from oelm.study.bench import bench_step, table
 from oelm.training import run as training
 from oelm.training.audit import audit
 from oelm.training.loop import Stopper
@@ -153,11 +153,17 @@ def test_a_dry_run(gpu):
     assert "frozen bytes unchanged" in said
 
 
-def test_bench(gpu):
-    config = load_config(None, ["model=tiny", "model.d_model=32", "train.batch_size=2", "train.precision=bf16"])
-    result = bench_step(config, ["baseline", "oelm"], vocab_size=97, blocks=2, steps=1, memory=False)
+def test_a_bench_knows_that_a_gpu_waits_for_the_host(gpu, monkeypatch):
+    monkeypatch.setattr("oelm.study.bench.YARDSTICK", {"cuda": 64})
+    monkeypatch.setattr("oelm.training.clock._busy", lambda step, device, steps: 0.0)  # no profiler of kernels here
+    words = ["model=tiny", "model.d_model=32", "train.batch_size=2", "train.precision=bf16"]
+    configs = {arm: load_config(None, [*words, f"method={arm}"]) for arm in ("baseline", "oelm")}
+    result = bench_step(configs, 97, rounds=4, steps=1, memory=False)
     assert result["environment"]["device"] == "cuda"
-    assert all(arm["median_step"] > 0 for arm in result["arms"].values())
+    assert result["idle_share"] == 1
+    assert result["arms"]["oelm"]["most_saved"] == 1
+    assert result["arms"]["oelm"]["above_ceiling"] is False
+    assert "the GPU waits for the host for 100% of a step" in table(result)
 
 
 def test_the_yardsticks_memory_is_not_the_runs(gpu, corpus, tmp_path, monkeypatch):

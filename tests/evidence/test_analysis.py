@@ -181,6 +181,16 @@ def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, w
         assert ("above the ceiling of 4.80%" in said(tmp_path / "s", each)) == (each == weight)
 
 
+@pytest.mark.parametrize(("most", "standing"), [(None, "impossible"), (0.2, "impossible"), (0.7, "possible")])
+def test_where_a_gpu_waits_for_the_host_more_than_the_ceiling_can_be_saved(tmp_path, most, standing):
+    fake_study(tmp_path / "s", search=False)
+    arms = {"baseline": {"median_step": 0.02, "ratio": 1.0, "ceiling": 0.0},
+            "oelm": {"median_step": 0.01, "ratio": 0.5, "interval": [0.49, 0.51], "ceiling": 0.048,
+                     "most_saved": most}}  # fmt: skip
+    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms}))
+    assert analyse(tmp_path / "s").savings()[0].standing == standing
+
+
 def test_a_seed_that_went_astray_is_named(tmp_path):
     fake_study(tmp_path / "s", search=False)
     assert "astray" not in said(tmp_path / "s", "note")

@@ -73,6 +73,7 @@ class BenchArm(BaseModel):
     ratio: float = Field(gt=0)  # of medians, arm / reference
     interval: tuple[float, float] | None = None  # of the ratio
     ceiling: float = Field(lt=1)  # negative: the arm does more arithmetic than the reference
+    most_saved: float | None = None  # with the time in which a GPU waits for the host; None on a CPU
 
 
 class BenchShape(BaseModel):
