@@ -53,7 +53,8 @@ def figures(analysis: Analysis) -> list[Figure]:
     made = [_forest(analysis, setting) for setting in analysis.settings]
     made += [_savings(analysis, where) for where in dict.fromkeys(row.where for row in analysis.savings())]
     for setting in analysis.settings:
-        made += [_curves(analysis, setting), _differences(analysis, setting), _rates(analysis, setting)]
+        made += [_curves(analysis, setting), _differences(analysis, setting), _clock(analysis, setting)]
+        made += [_rates(analysis, setting)]
     return [figure for figure in made if figure]
 
 
@@ -171,8 +172,39 @@ def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
 
     data = [(arm.name, arm.ids, training.mean(axis=0).tolist()) for arm, _, training, *_ in lines]
     dashed = " Dashed: the margin." if loss else ""
-    caption = f"Paired by seed, on the same batches. Band: {confidence:.0%} t interval. Dots: validation.{dashed}"
+    two = " (of two seeds: both)" if any(len(training) == 2 for _, _, training, *_ in lines) else ""
+    caption = f"Paired by seed, on the same batches. Band: {confidence:.0%} t interval{two}. Dots: validation.{dashed}"
     return _figure(f"differences.{setting.title}", "The cost while training", caption, data, draw)
+
+
+def _clock(analysis: Analysis, setting: Setting) -> Figure | None:
+    """Loss against time: what a faster step is worth. Evaluations and checkpoints are off the clock."""
+    lines = []
+    for arm in setting.arms:
+        evals = [{step: (seconds, loss) for step, loss, seconds in run.evals} for run in arm.runs]
+        steps = sorted(set.intersection(*map(set, evals))) if evals else []
+        if steps:
+            found = np.array([[seen[step] for step in steps] for seen in evals])  # seeds x evaluations x (time, loss)
+            lines.append((arm, np.median(found[..., 0], axis=0), found[..., 1].mean(axis=0)))
+    if not lines:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for arm, seconds, values in lines:
+            index = arm_index(analysis, arm.name)
+            axes.plot(seconds, values, "o", color=colour(index), linestyle=_dash(index), markersize=3.6)
+        late = [values[len(values) // 4 :] for *_, values in lines]
+        bottom, top = min(v.min() for v in late), max(v.max() for v in late)
+        pad = 0.06 * (top - bottom or 1)
+        axes.set_ylim(bottom - pad, top + pad)
+        _label(axes, "seconds of training", "validation loss (nats)")
+
+    data = [(arm.name, arm.ids, seconds.tolist(), values.tolist()) for arm, seconds, values in lines]
+    caption = (
+        "Validation loss, mean over seeds, against the median training time. Runs share a machine, so "
+        "small differences in time are noise."
+    )
+    return _figure(f"clock.{setting.title}", "Loss against time", caption, data, draw)
 
 
 def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
@@ -288,8 +320,10 @@ def _evaluated(arm: Arm) -> tuple[list[int], NDArray[np.float64]]:
 
 
 def _band(values: NDArray[np.float64], confidence: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Pointwise t interval of the mean."""
+    """Pointwise t interval of the mean; of two seeds the seeds themselves, whose interval is 13 times as wide."""
     n = len(values)
+    if n == 2:
+        return values.min(axis=0), values.max(axis=0)
     half = stdtrit(n - 1, (1 + confidence) / 2) * values.std(axis=0, ddof=1) / math.sqrt(n)
     return values.mean(axis=0) - half, values.mean(axis=0) + half
 
