@@ -520,3 +520,10 @@ def test_claims_of_the_published_record_stand_where_its_rows_are_repeated_and_no
     assert "cannot stand" not in markdown(content(analyse(tmp_path / "own")))
     fake_study(tmp_path / "repeats", search=False, published={"oelm": "GPT-02"})
     assert "cannot stand" in markdown(content(analyse(tmp_path / "repeats")))
+
+
+def test_accuracies_stand_beside_what_the_most_frequent_label_would_score(tmp_path):
+    fake_study(tmp_path / "s", search=False, examples=301, decide={"metric": "accuracy"})
+    table = answers_table(analyse(tmp_path / "s"))
+    column = [title for title, _ in table.columns].index("Majority")
+    assert {row[column].main[0].value for row in table.rows} == {101 / 301}  # labels 0, 1, 2, 0, ...: 101 of them 0
