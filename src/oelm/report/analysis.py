@@ -15,7 +15,18 @@ from ..study import stats
 from ..study.plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 from ..study.search import Choice, Point
 from ..study.watch import read_study
-from .records import Bench, LeftOut, Measured, Probe, ProbedRun, read_bench, read_probe, read_records
+from .records import (
+    Bench,
+    LeftOut,
+    Measured,
+    Probe,
+    ProbedRun,
+    Samples,
+    read_bench,
+    read_probe,
+    read_records,
+    read_samples,
+)
 
 ENOUGH = 6  # pairs: with fewer no sign-flip p below 0.05 exists
 
@@ -121,6 +132,7 @@ class Analysis:
     bench: Bench | None
     other_bench: Bench | None  # timed with another model or batch than any of this study's, so left out
     probe: Probe | None
+    samples: Samples | None
 
     @property
     def margin(self) -> float:
@@ -236,7 +248,7 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     fits = bench is None or any(bench.fits(cell.config) for cell in cells or search_cells)
     return Analysis(
         study, decided, tuple(search), tuple(compare), tuple(checks), planned, lost, out, strays,
-        bench if fits else None, None if fits else bench, probe,
+        bench if fits else None, None if fits else bench, probe, read_samples(folder),
     )  # fmt: skip
 
 

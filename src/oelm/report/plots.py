@@ -15,6 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 from scipy.special import stdtrit  # type: ignore[import-untyped]
@@ -54,7 +55,7 @@ def figures(analysis: Analysis) -> list[Figure]:
     made += [_savings(analysis, where) for where in dict.fromkeys(row.where for row in analysis.savings())]
     for setting in analysis.settings:
         made += [_curves(analysis, setting), _differences(analysis, setting), _clock(analysis, setting)]
-        made += [_rates(analysis, setting)]
+        made += [_rates(analysis, setting), _attention(analysis, setting)]
     return [figure for figure in made if figure]
 
 
@@ -239,6 +240,47 @@ def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
     )
     caption = f"{how}. Ring: the rate that each arm was compared at."
     return _figure(f"rates.{setting.title}", "Cost against rate", caption, data, draw)
+
+
+def _attention(analysis: Analysis, setting: Setting) -> Figure | None:
+    """A square for every head of each arm's first probed run: heads come in no order, so runs cannot be averaged."""
+    probed = [(arm, runs[0]) for arm in setting.arms if (runs := analysis.probed(arm))]
+    scores = [name for name in ("previous", "induction", "recall") if any(name in run.heads for _, run in probed)]
+    if not scores:
+        return None
+    layers = max(len(run.heads[s]) for _, run in probed for s in scores if s in run.heads)
+    width = max(len(layer) for _, run in probed for s in scores for layer in run.heads.get(s, []))
+    most = {s: max(v for _, run in probed for layer in run.heads.get(s, []) for v in layer) for s in scores}
+    gap, tall = width + 1.2, layers + 1.5
+
+    def draw(axes: Axes) -> None:
+        for column, (arm, run) in enumerate(probed):
+            tint = colour(arm_index(analysis, arm.name))
+            for row, score in enumerate(scores):
+                for y, layer in enumerate(run.heads.get(score, [])):
+                    for x, value in enumerate(layer):
+                        place = (column * gap + x, row * tall + layers - 1 - y)  # the first layer at the bottom
+                        share = value / most[score] if most[score] else 0.0
+                        axes.add_patch(
+                            Rectangle(place, 0.92, 0.92, facecolor=(tint, share), edgecolor=RULE, linewidth=0.4)
+                        )
+            axes.annotate(arm.name, (column * gap + width / 2, -0.4), fontsize=7, rotation=28, annotation_clip=False)
+        middles = [row * tall + layers / 2 for row in range(len(scores))]
+        axes.set_yticks(middles, [f"{score}\nup to {most[score]:.2f}" for score in scores])
+        axes.set_xticks([])
+        axes.grid(visible=False)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        axes.set_xlim(-0.5, len(probed) * gap)
+        axes.set_ylim(len(scores) * tall, -0.3)
+
+    data = [(arm.name, run.id, {s: run.heads.get(s) for s in scores}) for arm, run in probed]
+    caption = (
+        "A square for each head, one run of each arm; a row is a layer, the first at the bottom. "
+        "Dark: much of a query's attention goes there (oelm probe)."
+    )
+    height = 0.9 + 0.16 * tall * len(scores)
+    return _figure(f"attention.{setting.title}", "What each head looks at", caption, data, draw, height, 0.9, 0.65)
 
 
 def _savings(analysis: Analysis, where: str) -> Figure:

@@ -109,6 +109,7 @@ class ProbedRun(BaseModel):
     id: str
     summary: dict[str, FiniteFloat]
     uniform_entropy: FiniteFloat = Field(gt=0)  # nats
+    heads: dict[str, list[list[FiniteFloat]]] = {}  # score -> layers x heads
 
 
 class Probe(BaseModel):
@@ -122,6 +123,27 @@ class Probe(BaseModel):
         if twice := sorted(run for run, times in Counter(run.id for run in runs).items() if times > 1):
             raise ValueError(f"holds {twice[0]} twice")
         return runs
+
+
+class Sample(BaseModel):
+    """What one run wrote after a prompt."""
+
+    folder: str
+    prompt: str
+    text: str
+
+
+class Samples(BaseModel):
+    """samples.json: text of one run of each arm at the same prompts, which a study folder may hold."""
+
+    tokens: int
+    temperature: float
+    seed: int
+    samples: list[Sample]
+
+
+def read_samples(folder: Path) -> Samples | None:
+    return _read(folder / "samples.json", Samples, "oelm sample FOLDER -o FILE")
 
 
 def read_bench(folder: Path) -> Bench | None:
