@@ -25,6 +25,8 @@ from oelm.study import stats
 from oelm.study.plan import StudyConfig
 from oelm.study.watch import planned, read_study
 
+SHAPE = {"model": {"name": "small"}, "vocab_size": 4096, "batch_size": 16, "context": 128}  # of a fake study
+
 
 def said(folder, weight=None):
     return "\n".join(n.text for n in notices(analyse(folder)) if weight in (None, n.weight))
@@ -175,7 +177,7 @@ def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, w
     arms = {"baseline": {"median_step": 0.02, "ratio": 1.0, "ceiling": 0.0},
             "oelm": {"median_step": 0.02 * ratio, "ratio": ratio, "interval": [ratio - 0.01, ratio + 0.01],
                      "ceiling": 0.048}}  # fmt: skip
-    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms, "blocks": 12}))
+    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms, "shape": SHAPE}))
     (row,) = analyse(tmp_path / "s").savings()
     assert (row.standing, row.saving) == (standing, pytest.approx(1 - ratio))
     for each in ("warning", "note"):
@@ -503,10 +505,9 @@ def test_the_interval_that_decides_stands_beside_the_verdict(tmp_path):
 def test_a_timing_of_another_shape_is_left_out_with_the_command_for_the_right_one(tmp_path):
     fake_study(tmp_path / "s", search=False)
     arms = {arm: {"median_step": 0.02, "ratio": 0.9, "interval": [0.88, 0.92], "ceiling": 0.05} for arm in COST}
-    shape = {"model": {"name": "small"}, "vocab_size": 4096, "batch_size": 16, "context": 128}
 
     def write(**changes):
-        bench = {"reference": "baseline", "arms": arms, "shape": shape | changes}
+        bench = {"reference": "baseline", "arms": arms, "shape": SHAPE | changes}
         (tmp_path / "s" / "bench.json").write_text(json.dumps(bench))
         return analyse(tmp_path / "s")
 
@@ -515,8 +516,8 @@ def test_a_timing_of_another_shape_is_left_out_with_the_command_for_the_right_on
         found = write(**changes)
         assert found.bench is None
         text = "\n".join(notice.text for notice in notices(found))
-        assert "bench.json was timed with another shape" in text
-        assert "oelm bench step --arms baseline,oelm,oelm-random,oelm-q model=small train.batch_size=16" in text
+        assert "bench.json is left out: it timed another shape" in text
+        assert "oelm bench step FILE -o FOLDER/bench.json" in text
 
 
 def test_claims_of_the_published_record_stand_where_its_rows_are_repeated_and_nowhere_else(tmp_path):

@@ -75,32 +75,12 @@ class BenchArm(BaseModel):
     ceiling: float = Field(lt=1)  # negative: the arm does more arithmetic than the reference
 
 
-class BenchShape(BaseModel):
-    """What was timed."""
-
-    model: dict[str, Any]
-    batch_size: int
-    context: int
-
-
 class Bench(BaseModel):
     """bench.json: the interleaved timing that a study folder may hold."""
 
     reference: str
     arms: dict[str, BenchArm]
-    shape: BenchShape | None = None  # None: written before shapes were recorded
-
-    def fits(self, config: RunConfig) -> bool:
-        """Whether it was timed with the model, batch and length of this run, as far as the settings tell."""
-        if self.shape is None:
-            return True
-        timed, own = (_shape(model) for model in (self.shape.model, config.model.model_dump(exclude_none=True)))
-        length = config.task.max_length if config.task else config.model.context or self.shape.context
-        return (timed, self.shape.batch_size, self.shape.context) == (own, config.train.batch_size, length)
-
-
-def _shape(model: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in model.items() if key not in ("init_std", "context", "vocab_size")}
+    shape: dict[str, Any] | None = None  # model, batch, context and vocabulary that were timed
 
 
 class ProbedRun(BaseModel):
