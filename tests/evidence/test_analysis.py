@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,11 +18,16 @@ from oelm.record import record_text
 from oelm.report.answers import answers_table
 from oelm.report.content import content
 from oelm.report.heads import heads_table
+from oelm.report.html import write_report
 from oelm.report.notices import notices
+from oelm.report.plots import figures
+from oelm.report.samples import samples_table
 from oelm.report.text import markdown, sentence, verdict_lines
 from oelm.report.timing import baseline_time_table
 from oelm.study.plan import StudyConfig
 from oelm.study.watch import planned, read_study
+
+SHAPE = {"model": {"name": "small"}, "vocab_size": 4096, "batch_size": 16, "context": 128}  # of a fake study
 
 
 def said(folder, weight=None):
@@ -174,7 +180,7 @@ def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, w
     arms = {"baseline": {"median_step": 0.02, "ratio": 1.0, "ceiling": 0.0},
             "oelm": {"median_step": 0.02 * ratio, "ratio": ratio, "interval": [ratio - 0.01, ratio + 0.01],
                      "ceiling": 0.048}}  # fmt: skip
-    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms, "blocks": 12}))
+    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms, "shape": SHAPE}))
     (row,) = analyse(tmp_path / "s").savings()
     assert (row.standing, row.saving) == (standing, pytest.approx(1 - ratio))
     for each in ("warning", "note"):
@@ -530,10 +536,9 @@ def test_the_interval_that_decides_stands_beside_the_verdict(tmp_path):
 def test_a_timing_of_another_shape_is_left_out_with_the_command_for_the_right_one(tmp_path):
     fake_study(tmp_path / "s", search=False)
     arms = {arm: {"median_step": 0.02, "ratio": 0.9, "interval": [0.88, 0.92], "ceiling": 0.05} for arm in COST}
-    shape = {"model": {"name": "small"}, "vocab_size": 4096, "batch_size": 16, "context": 128}
 
     def write(**changes):
-        bench = {"reference": "baseline", "arms": arms, "shape": shape | changes}
+        bench = {"reference": "baseline", "arms": arms, "shape": SHAPE | changes}
         (tmp_path / "s" / "bench.json").write_text(json.dumps(bench))
         return analyse(tmp_path / "s")
 
@@ -542,8 +547,8 @@ def test_a_timing_of_another_shape_is_left_out_with_the_command_for_the_right_on
         found = write(**changes)
         assert found.bench is None
         text = "\n".join(notice.text for notice in notices(found))
-        assert "bench.json was timed with another shape" in text
-        assert "oelm bench step --arms baseline,oelm,oelm-random,oelm-q model=small train.batch_size=16" in text
+        assert "bench.json is left out: it timed another shape" in text
+        assert "oelm bench step FILE -o FOLDER/bench.json" in text
 
 
 def test_claims_of_the_published_record_stand_where_its_rows_are_repeated_and_nowhere_else(tmp_path):
@@ -551,3 +556,45 @@ def test_claims_of_the_published_record_stand_where_its_rows_are_repeated_and_no
     assert "cannot stand" not in markdown(content(analyse(tmp_path / "own")))
     fake_study(tmp_path / "repeats", search=False, published={"oelm": "GPT-02"})
     assert "cannot stand" in markdown(content(analyse(tmp_path / "repeats")))
+
+
+def test_accuracies_stand_beside_what_the_most_frequent_label_would_score(tmp_path):
+    fake_study(tmp_path / "s", search=False, examples=301, decide={"metric": "accuracy"})
+    table = answers_table(analyse(tmp_path / "s"))
+    column = [title for title, _ in table.columns].index("Majority")
+    assert {row[column].main[0].value for row in table.rows} == {101 / 301}  # labels 0, 1, 2, 0, ...: 101 of them 0
+
+
+def test_every_head_of_a_probed_run_is_a_square(tmp_path):
+    fake_study(tmp_path / "s", seeds=2, search=False)
+    assert not [figure for figure in figures(analyse(tmp_path / "s")) if figure.key.startswith("attention")]
+    heads = {"entropy": [[1.0] * 3] * 2, "previous": [[0.5, 0.0, 0.1], [0.0, 0.0, 0.2]], "induction": [[0.0] * 3] * 2}
+    probed = [
+        {"id": json.loads(path.read_text())["id"], "summary": {"mean entropy": 1}, "uniform_entropy": 4, "heads": heads}
+        for arm in ("baseline", "oelm") for path in sorted((tmp_path / "s").glob(f"{arm}-lr*/run.json"))
+    ]  # fmt: skip
+    (tmp_path / "s" / "probe.json").write_text(json.dumps({"runs": probed}))
+    figure = next(f for f in figures(analyse(tmp_path / "s")) if f.key.startswith("attention"))
+    squares = re.findall(r"<path[^>]*stroke: var\(--rule\)[^>]*>", figure.svg)
+    assert len(squares) == 2 * 2 * 2 * 3  # arms, scores, layers, heads: one run of each arm
+    assert "up to 0.50" in figure.svg
+
+
+def test_text_of_each_arm_stands_on_the_page_at_the_same_prompts(tmp_path):
+    fake_study(tmp_path / "s", seeds=2, search=False)
+    folders = [next((tmp_path / "s").glob(f"{arm}-lr*-s0-*")).name for arm in ("baseline", "oelm")]
+    texts = [{"folder": name, "prompt": "Once", "text": f"Once <b>{i} upon"} for i, name in enumerate(folders)]
+    texts.append({"folder": "elsewhere", "prompt": "Once", "text": "Once no"})
+    facts = {"tokens": 20, "temperature": 0.8, "seed": 3, "samples": texts}
+    (tmp_path / "s" / "samples.json").write_text(json.dumps(facts))
+    page = tmp_path / "page.html"
+    write_report(tmp_path / "s", page)
+    assert "Once no" not in page.read_text()  # not a run of this study
+    assert "&lt;b&gt;1 upon" in page.read_text()
+    table = samples_table(analyse(tmp_path / "s"))
+    assert [(row[0].main[0], row[1].main[0], row[2].main[0]) for row in table.rows] == [
+        ("baseline", "Once", " <b>0 upon"), ("oelm", "Once", " <b>1 upon"),
+    ]  # fmt: skip
+    (tmp_path / "s" / "samples.json").write_text("{}")
+    with pytest.raises(ValueError, match="samples.json: tokens: field required; write it with `oelm sample"):
+        analyse(tmp_path / "s")

@@ -81,20 +81,41 @@ def train(
         print(config.folder)
 
 
-@app.command(epilog=examples('oelm sample runs/debug --prompt "def "', "oelm sample runs/debug --tokens 200 --seed 1"))
+@app.command(
+    epilog=examples(
+        'oelm sample runs/debug --prompt "def "',
+        'oelm sample runs/quickstart --prompt "import " --prompt "class " -o runs/quickstart/samples.json',
+    )
+)
 def sample(
-    run: Annotated[str, typer.Argument(help="a run folder, or any folder with a saved model and tokenizer")],
-    prompt: Annotated[str, typer.Option(help="text to go on from")] = "",
+    run: Annotated[Path, typer.Argument(help="a run folder, any folder with a saved model, or a study's folder")],
+    prompt: Annotated[list[str] | None, typer.Option(help="text to go on from; may be given several times")] = None,
     tokens: Annotated[int, typer.Option(help="how many tokens to add", min=1)] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time", min=0.0)] = 0.8,
     seed: Annotated[int, typer.Option(help="of the random choice of tokens")] = 0,
     trust: Trust = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="also write as JSON; a report shows FOLDER/samples.json")
+    ] = None,
 ) -> None:
-    """Text from a trained GPT."""
+    """Text from a trained GPT; of a study, from one run of each arm at the same prompts."""
     from ..models.generate import generate
+    from ..record import write_atomically
+    from ..study.watch import first_runs
 
-    folder = Path(run)
-    print(generate(folder / "best" if (folder / "best").is_dir() else folder, prompt, tokens, temperature, seed))
+    runs = [run]
+    if is_study := (run / "study.json").is_file():
+        runs = [cell.folder for cell in first_runs(run).values()]
+    found = []
+    for folder in runs:
+        saved = folder / "best" if (folder / "best").is_dir() else folder
+        for start in prompt or [""]:
+            text = generate(saved, start, tokens, temperature, seed)
+            found.append({"folder": folder.name, "prompt": start, "text": text})
+            print(f"{folder.name}: {text}" if is_study else text)
+    if out:
+        facts = {"tokens": tokens, "temperature": temperature, "seed": seed, "samples": found}
+        write_atomically(out, json.dumps(facts, indent=1) + "\n")
 
 
 @app.command(

@@ -14,8 +14,20 @@ import numpy as np
 from .. import stats
 from ..study.plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 from ..study.search import Choice, Point
+from ..study.shape import other_shape
 from ..study.watch import read_study
-from .records import Bench, LeftOut, Measured, Probe, ProbedRun, read_bench, read_probe, read_records
+from .records import (
+    Bench,
+    LeftOut,
+    Measured,
+    Probe,
+    ProbedRun,
+    Samples,
+    read_bench,
+    read_probe,
+    read_records,
+    read_samples,
+)
 
 ENOUGH = 6  # pairs: with fewer no sign-flip p below 0.05 exists
 
@@ -121,8 +133,9 @@ class Analysis:
     diverged: tuple[LeftOut, ...]  # runs of the search whose learning rate is out: a result, if not a number
     strays: tuple[str, ...]  # folders of finished runs that are not in the plan, or there a second time
     bench: Bench | None
-    other_bench: Bench | None  # timed with another model or batch than any of this study's, so left out
+    other_bench: str | None  # why bench.json is left out: it timed another shape than this study's
     probe: Probe | None
+    samples: Samples | None
 
     @property
     def margin(self) -> float:
@@ -235,10 +248,10 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     planned = len(search_cells) + sum(len(s.arms) * len(study.seeds_of(s.size)) for s in settings)
     planned += len(groups(study)) if study.check else 0
     decided = _decided(study, settings)
-    fits = bench is None or any(bench.fits(cell.config) for cell in cells or search_cells)
+    other = other_shape(bench.model_dump(), study) if bench else None
     return Analysis(
         study, decided, tuple(search), tuple(compare), tuple(checks), planned, lost, out, strays,
-        bench if fits else None, None if fits else bench, probe,
+        None if other else bench, other, probe, read_samples(folder),
     )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ class Measured:
     stride: int
     evals: tuple[tuple[int, float, float], ...]  # (step, validation loss, seconds of training until then)
     answers: Mapping[str, NDArray[np.bool_]]  # split -> which examples the best model got right; empty for a GPT
+    majority: Mapping[str, float]  # split -> share of its most frequent label: right without reading a word
     environment: str  # JSON, so that equal ones are easily found
     data: str  # hashes of the tokens, or of a task's examples and labels
     updated: float
@@ -76,32 +77,12 @@ class BenchArm(BaseModel):
     most_saved: float | None = None  # with the time in which a GPU waits for the host; None on a CPU
 
 
-class BenchShape(BaseModel):
-    """What was timed."""
-
-    model: dict[str, Any]
-    batch_size: int
-    context: int
-
-
 class Bench(BaseModel):
     """bench.json: the interleaved timing that a study folder may hold."""
 
     reference: str
     arms: dict[str, BenchArm]
-    shape: BenchShape | None = None  # None: written before shapes were recorded
-
-    def fits(self, config: RunConfig) -> bool:
-        """Whether it was timed with the model, batch and length of this run, as far as the settings tell."""
-        if self.shape is None:
-            return True
-        timed, own = (_shape(model) for model in (self.shape.model, config.model.model_dump(exclude_none=True)))
-        length = config.task.max_length if config.task else config.model.context or self.shape.context
-        return (timed, self.shape.batch_size, self.shape.context) == (own, config.train.batch_size, length)
-
-
-def _shape(model: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in model.items() if key not in ("init_std", "context", "vocab_size")}
+    shape: dict[str, Any] | None = None  # model, batch, context and vocabulary that were timed
 
 
 class ProbedRun(BaseModel):
@@ -110,6 +91,7 @@ class ProbedRun(BaseModel):
     id: str
     summary: dict[str, FiniteFloat]
     uniform_entropy: FiniteFloat = Field(gt=0)  # nats
+    heads: dict[str, list[list[FiniteFloat]]] = {}  # score -> layers x heads
 
 
 class Probe(BaseModel):
@@ -123,6 +105,27 @@ class Probe(BaseModel):
         if twice := sorted(run for run, times in Counter(run.id for run in runs).items() if times > 1):
             raise ValueError(f"holds {twice[0]} twice")
         return runs
+
+
+class Sample(BaseModel):
+    """What one run wrote after a prompt."""
+
+    folder: str
+    prompt: str
+    text: str
+
+
+class Samples(BaseModel):
+    """samples.json: text of one run of each arm at the same prompts, which a study folder may hold."""
+
+    tokens: int
+    temperature: float
+    seed: int
+    samples: list[Sample]
+
+
+def read_samples(folder: Path) -> Samples | None:
+    return _read(folder / "samples.json", Samples, "oelm sample FOLDER -o FILE")
 
 
 def read_bench(folder: Path) -> Bench | None:
@@ -178,7 +181,7 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
     losses, best, totals = record.losses(metrics), facts["totals"]["best"], facts["totals"]
     frozen, scheduled = record.mean_frozen(facts, metrics), any(line["kind"] == "freeze" for line in metrics)
     stride = -(-(config.train.max_steps or totals["steps"]) // BINS)
-    value, labels, answers = best["loss"], "", dict[str, NDArray[np.bool_]]()
+    value, labels, answers, majority = best["loss"], "", dict[str, NDArray[np.bool_]](), dict[str, float]()
     if decide.metric == "loss" and decide.split == "test":
         if "test" not in totals.get("splits", {}):
             raise ValueError(
@@ -186,14 +189,14 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
             )
         value = totals["splits"]["test"]["loss"]
     if decide.metric == "accuracy":
-        answers, labels = _answers(path, totals)
+        answers, majority, labels = _answers(path, totals)
         split = decide.split or "validation"
         if split not in answers:
             raise ValueError(f"predictions.json has no split {split!r}, only {', '.join(answers)}; see decide.split")
         value = 1 - float(answers[split].mean())
     return Measured(
         id=facts["id"], folder=path.name, cell=config.id,
-        value=value, best=best, answers=answers,
+        value=value, best=best, answers=answers, majority=majority,
         seed=config.data_seed, lr=config.train.lr, steps=totals["steps"],
         step_seconds=None if scheduled else record.timing_stats(metrics).get("median_step"),
         peak_memory=totals["peak_memory"],
@@ -207,21 +210,27 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
     )  # fmt: skip
 
 
-def _answers(path: Path, totals: dict[str, Any]) -> tuple[dict[str, NDArray[np.bool_]], str]:
-    """Right or wrong by split and example, and a hash of the labels; they must give the record's own accuracies."""
+def _answers(
+    path: Path, totals: dict[str, Any]
+) -> tuple[dict[str, NDArray[np.bool_]], dict[str, float], str]:  # fmt: skip
+    """Right or wrong by split and example, the majority's share, and a hash of the labels.
+
+    They must give the record's own accuracies.
+    """
     predictions = record.read_predictions(path)
     if predictions["step"] != totals["best"]["step"]:
         raise ValueError(f"predictions.json is of step {predictions['step']}, the best of {totals['best']['step']}")
-    answers, labels = {}, hashlib.sha256()
+    answers, majority, labels = {}, {}, hashlib.sha256()
     for name, split in sorted(predictions["splits"].items()):
         answers[name] = np.equal(split["labels"], split["predicted"])
+        majority[name] = max(Counter(split["labels"]).values()) / len(split["labels"])
         labels.update(f"{name}{split['labels']}".encode())
         said, right, n = totals["splits"][name], int(answers[name].sum()), answers[name].size
         if said["n"] != n or round(said["accuracy"] * n) != right:
             raise ValueError(
                 f"run.json says {said['accuracy']} of {said['n']} on {name}, predictions.json {right} of {n}"
             )
-    return answers, labels.hexdigest()[:16]
+    return answers, majority, labels.hexdigest()[:16]
 
 
 def _evaluated(metrics: list[dict[str, Any]]) -> tuple[tuple[int, float, float], ...]:

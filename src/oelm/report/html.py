@@ -93,7 +93,7 @@ def _print(html: Path, pdf: Path) -> None:
 
 def _belongs(figure: Figure, title: str) -> bool:
     kind, _, place = figure.key.partition(".")
-    return kind in ("curves", "differences", "rates") and place == title
+    return kind in ("curves", "differences", "clock", "rates", "attention") and place == title
 
 
 def _numeric(rows: tuple[tuple[Cell, ...], ...]) -> list[bool]:

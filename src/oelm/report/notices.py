@@ -7,7 +7,6 @@ import statistics
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import RunConfig
 from ..evidence.analysis import Analysis
 from ..stats import smallest_p
 
@@ -116,28 +115,11 @@ def _savings(analysis: Analysis, standing: str) -> list[str]:
 
 def _other_bench(analysis: Analysis) -> list[str]:
     """A timing of another model says nothing about this one."""
-    if analysis.other_bench is None or analysis.other_bench.shape is None:
+    if analysis.other_bench is None:
         return []
-    shape, cells = analysis.other_bench.shape, [cell for cell, _ in (*analysis.compare, *analysis.search)]
-    timed = ", ".join([*(f"{k}={v}" for k, v in shape.model.items()), f"batch {shape.batch_size}"])
-    text = f"bench.json was timed with another shape ({timed}, {shape.context} tokens) and is left out."
-    return [f"{text} The right one: {bench_command(analysis, cells[0].config)}" if cells else text]
-
-
-def bench_command(analysis: Analysis, config: RunConfig) -> str:
-    """What a user types to time this study's arms."""
-    study = analysis.study
-    arms = [study.decide.reference, *(arm for arm in study.arms if arm != study.decide.reference)]
-    plain = [arm for arm in arms if not study.arms[arm].get("method")]
-    model = config.model.model_dump(exclude_none=True)
-    words = [f"model={model.pop('name')}", *(f"model.{key}={value}" for key, value in model.items())]
-    words += [f"train.batch_size={config.train.batch_size}"]
-    if config.task:
-        words += [f"task={config.task.name}", f"task.max_length={config.task.max_length}"]
-    vocab = config.data.tokenizer.removeprefix("bpe:")
-    if not config.task and vocab.isdecimal():
-        words += [f"--vocab {vocab}"]
-    return f"oelm bench step --arms {','.join(plain)} {' '.join(words)} -o FOLDER/bench.json"
+    size = " --size SIZE" if len(analysis.study.sizes) > 1 else ""
+    command = f"oelm bench step FILE{size} -o FOLDER/bench.json, with this study's file and folder"
+    return [f"bench.json is left out: it {analysis.other_bench}. The right one: {command}."]
 
 
 def _threads(analysis: Analysis) -> list[str]:
