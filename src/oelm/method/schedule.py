@@ -16,6 +16,13 @@ from .projections import layers_by_stack
 from .surgery import OelmReport, Row, fingerprints
 
 
+def follow_schedule(model: nn.Module, total: int) -> dict[str, int]:
+    """`change_steps` for somebody who will act on them: from here on `verify` takes the schedule as carried out."""
+    report: Any = model.oelm_report
+    model.oelm_report = replace(report, carried=True)
+    return change_steps(report, total)
+
+
 def change_steps(report: OelmReport, total: int) -> dict[str, int]:
     """Projection -> the first step, counted from 0, that it takes in its second state; {} without a schedule."""
     schedule = report.config.schedule
@@ -48,6 +55,7 @@ def change_state(model: nn.Module, keys: Collection[str], known: Mapping[str, st
         report,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         projections=tuple(rows),
+        carried=True,
         fingerprints=kept | fingerprints(model, turned.values()) if known is None else dict(known),
     )
     model.oelm_report = changed

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import inspect
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .arms import OelmConfig, Schedule, layer_rule
-from .frames import ORTHONORMAL, make_frame, orthogonality_error
+from .frames import KINDS, ORTHONORMAL, make_frame, orthogonality_error
 from .fused import split
-from .layout import Projection
+from .layout import Projection, owner_of, unwrap
 from .leaves import Leaf, slice_identity
-from .projections import find_projections, layers_by_stack
+from .projections import find_projections, layers_by_stack, left_alone
+from .prove import proven_projections
 from .recovery import add_recovery, check_recovery
 
 
@@ -41,9 +44,13 @@ class OelmReport:
     trainable: int
     projections: tuple[Row, ...]
     fingerprints: dict[str, str] = field(repr=False)
+    frozen_before: int = 0  # weights that took no gradient before surgery; they count as frozen too
+    left: dict[str, int] = field(default_factory=dict)  # mixers of tokens without attention scores: class -> how many
+    carried: bool = False  # whether somebody has taken charge of the schedule, see schedule.py
 
     @property
     def frozen(self) -> int:
+        """All weights that take no gradient, whoever froze them."""
         return self.total - self.trainable
 
     @property
@@ -73,7 +80,8 @@ class OelmReport:
         ]
         return {
             "config": asdict(self.config), "total": self.total, "trainable": self.trainable,
-            "frozen": self.frozen, "orthogonality_error": self.orthogonality_error,
+            "frozen": self.frozen, "frozen_before": self.frozen_before, "left": dict(self.left),
+            "orthogonality_error": self.orthogonality_error,
             "projections": rows, "fingerprints": dict(self.fingerprints),
         }  # fmt: skip
 
@@ -95,7 +103,14 @@ class OelmReport:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         share, added = self.frozen / self.total, _added(self.config)
+        if any(row.kind in KINDS and row.kind not in ("identity", "keep") for row in self.projections):
+            added.append(f"frames drawn with seed {self.config.seed}, whatever torch's seed is")
+        if self.left:
+            named = ", ".join(f"{n} x {name}" for name, n in self.left.items())
+            added.append(f"left trained, being no query-key attention: {named}")
         counts = f"{self.total:,} parameters: {self.trainable:,} trained, {self.frozen:,} frozen ({share:.1%})"
+        if self.frozen_before:
+            counts += f", {self.frozen_before:,} of them before surgery"
         return "\n".join([*table, *added, counts])
 
 
@@ -112,18 +127,20 @@ def _added(config: OelmConfig) -> list[str]:
         what = "freed" if plan.kind == "unfreeze" else "frozen" if plan.project is None else f"frozen ({plan.project})"
         order = f", {plan.order}" if plan.end is not None else ""
         lines.append(
-            f"schedule: {what} {moments} of the run's steps{order}; `oelm train` sees to it, a loop of your own calls "
-            "change_state"
+            f"schedule: {what} {moments} of the run's steps{order}; `oelm train` sees to it, OelmCallback in the "
+            "Hugging Face Trainer"
         )
     return lines
 
 
-def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
+def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm", *, example: Any = None) -> OelmReport:
     """Gives the model's query/key projections their frames and freezes them, in place.
 
     Call it after building (or loading) the model and before making the optimizer, which takes
     `[p for p in model.parameters() if p.requires_grad]`. `config` may be the name of an arm. Nothing is changed
-    when it raises.
+    when it raises. `example` is a batch (or a function of the model): one forward pass on it proves, by autograd, which
+    rows make queries and keys, and finds them where names do not say. Frames are drawn with `config.seed`, 0 unless
+    given, and not with torch's generator: a loop over seeds sets it too, or `seed=None`, which draws it from torch.
     """
     config = OelmConfig.arm(config) if isinstance(config, str) else config
     if not isinstance(config, OelmConfig):
@@ -133,7 +150,10 @@ def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmRepor
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: must be a torch module, not {type(model).__name__}; build or load it first")
-    chosen = _choose(model, config)
+    model = unwrap(model)
+    if config.seed is None:
+        config = replace(config, seed=int(torch.randint(2**31, ())))
+    chosen = _choose(model, config, example)
     for projection in chosen:
         _check_tensor(model, projection, config.role("gain", projection.role))
     for projection in chosen:
@@ -150,15 +170,21 @@ def dry_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
     return _freeze_and_report(model, _choose(model, config), config)
 
 
-def _choose(model: nn.Module, config: OelmConfig) -> list[Projection]:
+def _choose(model: nn.Module, config: OelmConfig, example: Any = None) -> list[Projection]:
+    """The projections to operate on, after every check that can be made without writing."""
     if any(hasattr(module, "oelm_report") or isinstance(module, Leaf) for module in model.modules()):
         raise ValueError("model: OELM was applied to it already; build the model anew and apply once")
-    chosen = _choose_layers(find_projections(model, config.target_modules, config.exclude_modules), config)
+    wanted = (config.target_modules, config.exclude_modules)
+    found = find_projections(model, *wanted) if example is None else proven_projections(model, example, *wanted)
+    chosen = _choose_layers(found, config)
     check_recovery(model, chosen, config)
+    for projection in chosen:
+        _check_layer(model, projection, config)
     return chosen
 
 
 def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> OelmReport:
+    frozen_before = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     _freeze(model, chosen, config)
     add_recovery(model, chosen, config)
     rows = []
@@ -173,6 +199,8 @@ def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: O
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         projections=tuple(rows),
         fingerprints=fingerprints(model, rows),
+        frozen_before=frozen_before,
+        left=left_alone(model),
     )
     model.oelm_report = report  # type: ignore[assignment]
     return report
@@ -193,6 +221,7 @@ def fingerprints(model: nn.Module, rows: Iterable[Row]) -> dict[str, str]:
 
 def _frame(projection: Projection, config: OelmConfig) -> Tensor:
     p = projection
+    assert config.seed is not None  # drawn by apply_oelm where the user left it open
     return make_frame(
         config.role("init", p.role), seed=config.seed, layer=p.place, role=p.role, heads=p.heads,
         head_dim=p.head_dim, d_in=p.d_in, gain=config.role("gain", p.role), offset=_offset(p, config),
@@ -210,6 +239,9 @@ def _trained_at_first(config: OelmConfig) -> bool:
 
 def _freeze(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> None:
     _hold(model, chosen, config)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # its fast path reads in_proj_weight, which a split layer keeps in pieces
     if _trained_at_first(config):  # split like the others, so that no parameter changes its name later
         for projection in chosen:
             if projection.role in config.freeze:
@@ -221,18 +253,64 @@ def _hold(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) ->
     for projection in chosen:
         if projection.role not in config.freeze:
             continue
-        owner = model.get_submodule(projection.module)
-        if (projection.bias and projection.bias_layout.fused) or projection.layout.fused:
+        owner = owner_of(model, projection.module)
+        if _shared_with_trained(projection, config):
             if not hasattr(owner, "whole"):  # q's turn splits for k too
                 split(owner, projection.bias_layout, config.freeze)
             continue
-        for name in filter(None, (projection.name, projection.bias)):
-            model.get_parameter(name).requires_grad_(False)
+        for _, parameter in projection.parameters(model):
+            parameter.requires_grad_(False)
         identity = config.role("init", projection.role) == "identity" and not _trained_at_first(config)
-        if identity and isinstance(owner, nn.Linear) and projection.head_dim <= projection.d_in:
+        alone = isinstance(owner, nn.Linear) and not projection.layout.fused and _multiplies_plainly(owner)
+        if identity and alone and projection.head_dim <= projection.d_in:
             reads_only = getattr(model.get_submodule(projection.attention), "reads_projections_only", False)
             gain, offset = config.role("gain", projection.role), _offset(projection, config)
             slice_identity(owner, projection, gain, offset, copies=not reads_only)
+
+
+def _shared_with_trained(p: Projection, config: OelmConfig) -> bool:
+    """Whether the weight or the bias holds rows that stay trained."""
+    layouts = [p.layout, p.bias_layout] if p.bias else [p.layout]
+    return any(part.role not in config.freeze for layout in layouts for part in layout.parts)
+
+
+def _multiplies_plainly(layer: nn.Module) -> bool:
+    """Whether the layer's `forward` is a linear layer's own, so that another may stand in for it."""
+    home = next(cls for cls in type(layer).__mro__ if "forward" in cls.__dict__)
+    known = home in (nn.Linear, nn.MultiheadAttention) or home.__name__ in ("Conv1D", "FalconLinear")
+    return known and "forward" not in vars(layer)  # accelerate's hooks put one on the instance
+
+
+def _check_layer(model: nn.Module, p: Projection, config: OelmConfig) -> None:
+    """Raises where freezing would go round what the layer or its attention really does."""
+    owner, attribute = owner_of(model, p.module), p.name.rpartition(".")[2]
+    if owner._parameters.get(attribute) is None:
+        raise ValueError(
+            f"model: {p.name} is computed by another module (weight norm, pruning, a parametrization), not a parameter "
+            "that can be frozen; make it plain first, e.g. with torch.nn.utils.parametrize.remove_parametrizations"
+        )
+    if p.role not in config.freeze:
+        return
+    parts = any((config.temperature, config.input_gains, config.correction))
+    if (_shared_with_trained(p, config) or parts) and not _multiplies_plainly(owner):
+        raise ValueError(
+            f"model: {p.module} ({type(owner).__name__}) has a forward of its own, which "
+            f"{'trained parts on its weight' if parts else 'splitting its rows'} would go round; "
+            "use a plain linear layer, or leave it out with exclude_modules"
+        )
+    child = re.escape(p.module.removeprefix(f"{p.attention}."))
+    if parts and re.search(rf"\b{child}\.weight\b", _source(model.get_submodule(p.attention))):
+        raise ValueError(
+            f"model: {p.attention} ({type(model.get_submodule(p.attention)).__name__}) reads the weight of {child} "
+            "itself, so gains and corrections would get no gradient; choose an arm without them"
+        )
+
+
+def _source(module: nn.Module) -> str:
+    try:
+        return inspect.getsource(type(module))
+    except (OSError, TypeError):  # written at a prompt, or compiled
+        return ""
 
 
 def _choose_layers(found: list[Projection], config: OelmConfig) -> list[Projection]:

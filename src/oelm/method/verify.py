@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .frames import ORTHONORMAL, orthogonality_error
+from .layout import unwrap
 from .surgery import OelmReport, fingerprints
 
 
@@ -31,6 +32,11 @@ def verify(
     report = report or getattr(model, "oelm_report", None)
     if report is None:
         raise VerifyError("model: OELM was not applied to it, so there is nothing to verify")
+    if report.config.schedule and not report.carried:
+        raise VerifyError(
+            "schedule: nobody carries it out, so what is frozen would never change; `oelm train` does, OelmCallback "
+            "does in the Hugging Face Trainer, a loop of your own calls follow_schedule and change_state (docs/method.md)"
+        )
     optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
     owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
 
@@ -57,19 +63,6 @@ def verify(
             raise VerifyError(f"{name}: was {old.partition(':')[0]} at surgery and is {new.partition(':')[0]} now")
         if old != new:
             raise VerifyError(f"{name}: bytes changed since surgery")
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel, torch.compile and PEFT wrappers."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
-        elif type(model).__module__.startswith("peft."):
-            model = model.get_base_model()  # type: ignore[operator]
-        else:
-            return model
 
 
 def _tolerance(weight: torch.Tensor) -> float:

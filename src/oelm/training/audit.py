@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from ..config import parse_config
 from ..method.frames import ORTHONORMAL
 from ..method.recovery import Recovered
-from ..method.schedule import change_state
+from ..method.schedule import change_state, follow_schedule
 from ..method.surgery import apply_oelm
 from ..method.verify import VerifyError, verify
 from ..models.build import build_gpt
@@ -38,6 +38,7 @@ def audit(folder: Path) -> list[str]:
     else:
         model = build_gpt(config.model, best["wte.weight"].shape[0], config.init_seed)
     report = apply_oelm(model, config.method.oelm(config.init_seed))
+    follow_schedule(model, record.get("total_steps", 0))  # go_on_to below carries it out, from the log
     if (report.total, report.frozen) != (said["total"], said["frozen"]):
         raise ValueError(f"{folder}: {report.frozen} of {report.total} weights frozen, the record says otherwise")
     expected, changes = said["fingerprints"], [line for line in metrics if line["kind"] == "freeze"]

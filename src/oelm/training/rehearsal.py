@@ -15,6 +15,7 @@ from ..config import RunConfig
 from ..data.corpus import check_corpus
 from ..data.tasks import check_task, describe
 from ..flops import run_flops
+from ..method.schedule import follow_schedule
 from ..method.surgery import apply_oelm
 from ..method.verify import verify
 from ..models.build import build_gpt
@@ -104,7 +105,8 @@ def rehearse(config: RunConfig) -> str:
     seconds = time.perf_counter() - start
     if not loss.isfinite():
         raise ValueError(f"the loss of the first step is not finite ({loss.item()})")
-    verify(model, report, optimizer=optimizers)
+    follow_schedule(model, 1)  # none of its changes falls into this one step
+    verify(model, optimizer=optimizers)
     shape = f"{config.train.batch_size} x {context} random tokens"
     frozen = "; frozen bytes unchanged" if report.frozen else ""
     return "\n".join(
