@@ -431,6 +431,25 @@ def test_a_padded_batch_is_evaluated():
     torch.testing.assert_close(found[~padding], expected[~padding], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("gain", [1.0, 2.0])
+def test_a_slice_of_a_transposed_input_may_be_viewed(gain):
+    model = build("llama")
+    apply_oelm(model, OelmConfig(init="identity", gain=gain))
+    x = torch.randn(3, 2, D).transpose(0, 1)
+    assert model.model.layers[0].self_attn.q_proj(x).view(2, 3 * D).shape == (2, 3 * D)
+
+
+@pytest.mark.parametrize(("name", "arm", "path"), [
+    ("gpt2", "oelm", "transformer.h.0.attn.c_attn"), ("llama", "oelm-slices", "model.layers.0.self_attn.q_proj"),
+])  # fmt: skip
+def test_a_weight_that_cannot_be_replaced_says_what_to_do(name, arm, path):
+    model = build(name)
+    apply_oelm(model, arm)
+    layer = model.get_submodule(path)
+    with pytest.raises(RuntimeError, match=r"cannot be replaced .* oelm.remove\(model\)"):
+        layer.weight = nn.Parameter(torch.zeros(layer.weight.shape))
+
+
 def test_a_tensor_made_from_a_split_weight_may_be_written():
     model = build("gpt2")
     apply_oelm(model)

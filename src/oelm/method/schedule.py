@@ -12,6 +12,7 @@ from torch import nn
 
 from .arms import Schedule
 from .frames import PROJECTED, TRAINED, orthogonality_error, project
+from .note import write_note
 from .projections import layers_by_stack
 from .surgery import OelmReport, Row, fingerprints
 
@@ -59,6 +60,7 @@ def change_state(model: nn.Module, keys: Collection[str], known: Mapping[str, st
         fingerprints=kept | fingerprints(model, turned.values()) if known is None else dict(known),
     )
     model.oelm_report = changed
+    write_note(model, changed)
     return changed
 
 

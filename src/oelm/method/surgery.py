@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import inspect
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from .arms import OelmConfig, Schedule, layer_rule
+from .checks import check_layer, check_tensor, multiplies_plainly, shared_with_trained
 from .frames import KINDS, ORTHONORMAL, make_frame, orthogonality_error
 from .fused import split
 from .layout import Projection, owner_of, unwrap
 from .leaves import Leaf, slice_identity
+from .note import note_of, write_note
 from .projections import find_projections, layers_by_stack, left_alone
 from .prove import proven_projections
 from .recovery import add_recovery, check_recovery
@@ -46,6 +46,7 @@ class OelmReport:
     fingerprints: dict[str, str] = field(repr=False)
     frozen_before: int = 0  # weights that took no gradient before surgery; they count as frozen too
     left: dict[str, int] = field(default_factory=dict)  # mixers of tokens without attention scores: class -> how many
+    proven: bool = False  # whether an example found the projections, so that no name or table would find them again
     carried: bool = False  # whether somebody has taken charge of the schedule, see schedule.py
 
     @property
@@ -58,6 +59,10 @@ class OelmReport:
         """The worst deviation among the frames that promise orthonormality; None when there are none."""
         errors = [r.orthogonality_error for r in self.projections if r.kind in ORTHONORMAL]
         return max(errors) if errors and not any(map(math.isnan, errors)) else None
+
+    def to_note(self) -> dict[str, Any]:
+        """What `reapply` needs; a Hugging Face model carries it in its configuration."""
+        return note_of(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -155,13 +160,15 @@ def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm", *, example: 
         config = replace(config, seed=int(torch.randint(2**31, ())))
     chosen = _choose(model, config, example)
     for projection in chosen:
-        _check_tensor(model, projection, config.role("gain", projection.role))
+        check_tensor(model, projection, config.role("gain", projection.role))
     for projection in chosen:
         if config.role("init", projection.role) != "keep":
             projection.write(model, _frame(projection, config))
             if config.bias == "zero":
                 projection.zero_bias(model)
-    return _freeze_and_report(model, chosen, config)
+    report = _freeze_and_report(model, chosen, config, proven=example is not None)
+    write_note(model, report)
+    return report
 
 
 def dry_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
@@ -179,11 +186,44 @@ def _choose(model: nn.Module, config: OelmConfig, example: Any = None) -> list[P
     chosen = _choose_layers(found, config)
     check_recovery(model, chosen, config)
     for projection in chosen:
-        _check_layer(model, projection, config)
+        check_layer(model, projection, config)
     return chosen
 
 
-def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> OelmReport:
+def freeze_again(
+    model: nn.Module, config: OelmConfig, note: Mapping[str, Any], chosen: Sequence[Projection] | None
+) -> OelmReport:
+    """The state that a note describes, on weights that were saved in it; nothing is written into them."""
+    proven = chosen is not None
+    chosen = _choose(model, config) if chosen is None else chosen
+    known = {p.key for p in chosen}
+    if odd := sorted(set(note["frozen"]) - known):
+        raise ValueError(
+            f"model: has no projection {odd[0]}, which the note says was frozen; the note is of another model"
+        )
+    report = _freeze_and_report(model, chosen, config, proven)
+    rows = []
+    for row in report.projections:
+        noted = note["frozen"].get(row.projection.key)
+        for _, parameter in row.projection.parameters(model) if row.projection.role in config.freeze else []:
+            parameter.requires_grad_(noted is None)
+        kind, gain = (noted["init"], noted["gain"]) if noted else (row.kind, row.gain)
+        rows.append(replace(row, frozen=noted is not None, kind=kind, gain=gain))
+    report = replace(
+        report,
+        projections=tuple(rows),
+        fingerprints=dict(note["fingerprints"]),
+        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        carried=True,  # as far as it was when the model was saved
+    )
+    model.oelm_report = report  # type: ignore[assignment]
+    write_note(model, report)
+    return report
+
+
+def _freeze_and_report(
+    model: nn.Module, chosen: Sequence[Projection], config: OelmConfig, proven: bool = False
+) -> OelmReport:
     frozen_before = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     _freeze(model, chosen, config)
     add_recovery(model, chosen, config)
@@ -201,6 +241,7 @@ def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: O
         fingerprints=fingerprints(model, rows),
         frozen_before=frozen_before,
         left=left_alone(model),
+        proven=proven,
     )
     model.oelm_report = report  # type: ignore[assignment]
     return report
@@ -254,63 +295,18 @@ def _hold(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) ->
         if projection.role not in config.freeze:
             continue
         owner = owner_of(model, projection.module)
-        if _shared_with_trained(projection, config):
+        if shared_with_trained(projection, config):
             if not hasattr(owner, "whole"):  # q's turn splits for k too
                 split(owner, projection.bias_layout, config.freeze)
             continue
         for _, parameter in projection.parameters(model):
             parameter.requires_grad_(False)
         identity = config.role("init", projection.role) == "identity" and not _trained_at_first(config)
-        alone = isinstance(owner, nn.Linear) and not projection.layout.fused and _multiplies_plainly(owner)
+        alone = isinstance(owner, nn.Linear) and not projection.layout.fused and multiplies_plainly(owner)
         if identity and alone and projection.head_dim <= projection.d_in:
             reads_only = getattr(model.get_submodule(projection.attention), "reads_projections_only", False)
             gain, offset = config.role("gain", projection.role), _offset(projection, config)
             slice_identity(owner, projection, gain, offset, copies=not reads_only)
-
-
-def _shared_with_trained(p: Projection, config: OelmConfig) -> bool:
-    """Whether the weight or the bias holds rows that stay trained."""
-    layouts = [p.layout, p.bias_layout] if p.bias else [p.layout]
-    return any(part.role not in config.freeze for layout in layouts for part in layout.parts)
-
-
-def _multiplies_plainly(layer: nn.Module) -> bool:
-    """Whether the layer's `forward` is a linear layer's own, so that another may stand in for it."""
-    home = next(cls for cls in type(layer).__mro__ if "forward" in cls.__dict__)
-    known = home in (nn.Linear, nn.MultiheadAttention) or home.__name__ in ("Conv1D", "FalconLinear")
-    return known and "forward" not in vars(layer)  # accelerate's hooks put one on the instance
-
-
-def _check_layer(model: nn.Module, p: Projection, config: OelmConfig) -> None:
-    """Raises where freezing would go round what the layer or its attention really does."""
-    owner, attribute = owner_of(model, p.module), p.name.rpartition(".")[2]
-    if owner._parameters.get(attribute) is None:
-        raise ValueError(
-            f"model: {p.name} is computed by another module (weight norm, pruning, a parametrization), not a parameter "
-            "that can be frozen; make it plain first, e.g. with torch.nn.utils.parametrize.remove_parametrizations"
-        )
-    if p.role not in config.freeze:
-        return
-    parts = any((config.temperature, config.input_gains, config.correction))
-    if (_shared_with_trained(p, config) or parts) and not _multiplies_plainly(owner):
-        raise ValueError(
-            f"model: {p.module} ({type(owner).__name__}) has a forward of its own, which "
-            f"{'trained parts on its weight' if parts else 'splitting its rows'} would go round; "
-            "use a plain linear layer, or leave it out with exclude_modules"
-        )
-    child = re.escape(p.module.removeprefix(f"{p.attention}."))
-    if parts and re.search(rf"\b{child}\.weight\b", _source(model.get_submodule(p.attention))):
-        raise ValueError(
-            f"model: {p.attention} ({type(model.get_submodule(p.attention)).__name__}) reads the weight of {child} "
-            "itself, so gains and corrections would get no gradient; choose an arm without them"
-        )
-
-
-def _source(module: nn.Module) -> str:
-    try:
-        return inspect.getsource(type(module))
-    except (OSError, TypeError):  # written at a prompt, or compiled
-        return ""
 
 
 def _choose_layers(found: list[Projection], config: OelmConfig) -> list[Projection]:
@@ -333,18 +329,6 @@ def _choose_layers(found: list[Projection], config: OelmConfig) -> list[Projecti
     if not kept:
         raise ValueError(f"layers_to_transform: {wanted!r} leaves no layer to transform")
     return kept
-
-
-def _check_tensor(model: nn.Module, projection: Projection, gain: float) -> None:
-    weight = projection.weight(model)
-    if weight.is_meta:
-        raise ValueError(f"model: {projection.name} is on the meta device; load its weights first")
-    if gain > torch.finfo(weight.dtype).max / 1e3 if weight.is_floating_point() else False:
-        raise ValueError(f"gain: {gain:g} is too large for {weight.dtype}")
-    if not weight.is_floating_point() or weight.element_size() < 2 or type(weight.data) is not Tensor:
-        raise ValueError(
-            f"model: {projection.name} holds quantised weights ({weight.dtype}); apply OELM to the full-precision model"
-        )
 
 
 def _fingerprint(tensor: Tensor) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 
 from .frames import ORTHONORMAL, orthogonality_error
 from .layout import unwrap
+from .recovery import PENDING, Recovered
 from .surgery import OelmReport, fingerprints
 
 
@@ -35,8 +36,11 @@ def verify(
     if report.config.schedule and not report.carried:
         raise VerifyError(
             "schedule: nobody carries it out, so what is frozen would never change; `oelm train` does, OelmCallback "
-            "does in the Hugging Face Trainer, a loop of your own calls follow_schedule and change_state (docs/method.md)"
+            "does in the Hugging Face Trainer, your own loop calls follow_schedule and change_state (docs/method.md)"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, Recovered) and module.oelm_pending is not None:
+            raise VerifyError(f"{name}: {PENDING}")
     optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
     owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
 
