@@ -15,6 +15,7 @@ setup: $(VENV)/.installed ## create .venv with pinned dependencies and oelm itse
 $(VENV)/.installed: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm  # its torchvision is CUDA's
 	touch $@
 
 # The study needs oelm alone; an environment that has the development tools too will do.

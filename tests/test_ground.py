@@ -28,6 +28,8 @@ ROOMS = [
     "study",
     "probe",
     "report",
+    "export",
+    "harness",
     "cli",
 ]
 

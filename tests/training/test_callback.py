@@ -20,7 +20,7 @@ ROWS = [
 def trainer(model, folder, *callbacks, **fields):
     settings = {
         "output_dir": str(folder), "max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "steps", "seed": 3,
+        "learning_rate": 1e-2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 3,
     }  # fmt: skip
     args = TrainingArguments(**{**settings, **fields})
     return Trainer(model, args, train_dataset=ROWS, eval_dataset=ROWS[:8], callbacks=[OelmCallback(), *callbacks])
