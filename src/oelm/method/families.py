@@ -18,7 +18,7 @@ Rows = dict[str, tuple[int, tuple[Part, ...]]]  # child -> (groups, parts), see 
 Shape = Callable[[int], tuple[int, int]]  # query rows -> (heads, head_dim)
 Family = Callable[[Any, Shape], tuple[int, int, Rows]]  # -> heads, head_dim, rows
 
-_FUSED_CHILDREN = ("qkv", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "qkv_linear")
+_FUSED_CHILDREN = ("qkv", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "qkv_linear", "att_proj")
 
 
 def rows_of(linear: Any) -> int:
@@ -128,8 +128,10 @@ def _clipped(module: Any, shape: Shape) -> tuple[int, int, Rows]:
 
 
 def _query_and_kv(module: Any, shape: Shape) -> tuple[int, int, Rows]:
-    rows = rows_of(module.q)
-    return *shape(rows), {"q": (1, (Part("q", rows),)), "kv": (1, (Part("k", rows), Part("v", rows)))}
+    prefix = "to_" if hasattr(module, "to_q") else ""
+    rows = rows_of(getattr(module, f"{prefix}q"))
+    parts: Rows = {f"{prefix}q": (1, (Part("q", rows),)), f"{prefix}kv": (1, (Part("k", rows), Part("v", rows)))}
+    return *shape(rows), parts
 
 
 def _query_key(module: Any, shape: Shape) -> tuple[int, int, Rows]:
@@ -160,6 +162,9 @@ TRANSFORMERS: Mapping[str, Family] = {
     **_named("Florence2VisionChannelAttention Florence2VisionWindowAttention HieraMaskUnitAttention", _blocks),
     **_named("Sam2MultiScaleAttention MgpstrAttention TimesformerSelfAttention", _blocks),
     **_named("PPOCRV5MobileRecAttention PPOCRV5ServerRecAttention PPOCRV6SmallRecAttention", _blocks),
+    **_named("BarkSelfAttention BarkSelfFlashAttention2", _blocks),
+    **_named("GraniteSpeechConformerAttention GraniteSpeechPlusConformerAttention", _query_and_kv),
+    **_named("EvollaSequenceCompressorAttention", _query_and_kv),
     **_named("GPTNeoXAttention GPTNeoXJapaneseAttention BloomAttention PersimmonAttention", _per_head),
     "GPTBigCodeAttention": _bigcode,
     "CodeGenAttention": _codegen,
@@ -168,7 +173,7 @@ TRANSFORMERS: Mapping[str, Family] = {
     **_named("DeepseekV2Attention DeepseekV3Attention Glm4MoeLiteAttention LongcatFlashMLA", _latent),
     **_named("MiniCPM3Attention Mistral4Attention MistralLarge4TextAttention YoutuAttention AXK1Attention", _latent),
     **_named("BailingHybridAttention KimiLinearAttention DeepseekV32Attention GlmMoeDsaAttention", _latent),
-    **_named("AXK2Attention HYV4Attention Glm5NextTextAttention", _latent),
+    **_named("HYV4Attention Glm5NextTextAttention", _latent),
     **_named("LongformerSelfAttention LEDEncoderSelfAttention", _with_global),
     "Gemma4TextAttention": _gemma4_text,
     **_named("Gemma4VisionAttention", _clipped),

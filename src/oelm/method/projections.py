@@ -20,8 +20,8 @@ from .layout import Layout, Part, Projection, inside_adapter, number_layers, own
 Targets = str | Sequence[str] | Mapping[str, str | int]
 
 _ROLE = re.compile(
-    r"(?:to_|w_?|linear_|lin_|fc_)?(?P<role>q|query|queries|k|key|keys)"
-    r"(?:_?(?:proj|projection|lin|linear|layer|dense|fc|net))?",
+    r"(?:to_|w_?|linear_|lin_|fc_|project_|projection_)?(?P<role>q|query|queries|k|key|keys)"
+    r"(?:_?(?:proj|projection|lin|linear|layer|dense|fc|net|head))?",
     re.IGNORECASE,
 )
 _FUSED = re.compile(r".*qkv.*|query_key_value|c_attn|w_?pack|in_proj", re.IGNORECASE)
@@ -29,7 +29,7 @@ _SURELY_FUSED = re.compile(
     r".*qkv.*|query_key_value|c_attn|w_?pack", re.IGNORECASE
 )  # also where the class is not named attention
 _HINTS_AT_ROLE = re.compile(r"(?:^|_)(?:q|k|query|key|queries|keys)(?:_|$)", re.IGNORECASE)
-_LEFT_TRAINED = {"pos_query_proj", "pos_key_proj"}  # DeBERTa's projections of positions, documented in method.md
+_LEFT_TRAINED = {"pos_query_proj", "pos_key_proj", "relative_k_proj"}  # of positions alone, documented in method.md
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_kv")
 _MAPPING = ("q", "k", "qkv", "qkv_per_head", "heads")
@@ -117,7 +117,12 @@ def _site(
     elif targets is not None:
         children = {name: child for name, child in children.items() if _matches(full[name], targets)}
     if family := family_of(module):
-        heads, head_dim, rows = family(module, lambda q_rows: head_shape(model, path, module, q_rows))
+        try:
+            heads, head_dim, rows = family(module, lambda q_rows: head_shape(model, path, module, q_rows))
+        except (AttributeError, StopIteration) as error:  # another version of the library
+            raise ValueError(
+                f"target_modules: {path} is another {type(module).__name__} than is known ({error}); {WAY_ON}"
+            ) from None
         narrowed = targets is not None and not isinstance(targets, Mapping)
         if narrowed and not any(name in children or _matches(f"{path}.{name}", targets or ()) for name in rows):
             return []
@@ -329,10 +334,10 @@ def _check_bare(path: str, module: nn.Module) -> None:
 def _check_nothing_missed(model: nn.Module, found: Sequence[Projection], excluded: set[str]) -> None:
     """Attention by its name or by its children's, with weights, but without a projection found in or below it."""
     covered = {p.attention for p in found}
-    covered |= {path for path, module in model.named_modules() if other_kind(module)}
     above = {c[: m.start()] for c in covered for m in re.finditer(r"\.|$", c)}  # a covered module and all that hold it
+    covered |= {path for path, module in model.named_modules() if other_kind(module)}
     for path, module in model.named_modules():
-        inside = path in above or any(path.startswith(f"{c}.") for c in covered)
+        inside = path in above | covered or any(path.startswith(f"{c}.") for c in covered)
         if inside or path in excluded or isinstance(module, nn.ModuleList) or not _looks_like_attention(module):
             continue
         if type(module).__name__.endswith("Output") and path.rpartition(".")[0] in above:

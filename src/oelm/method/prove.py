@@ -69,9 +69,10 @@ def _from_trace(model: nn.Module, trace: Trace, excluded: set[str], refusal: Val
         layout = _layout(owner, linear, {role: seen.rows for role, seen in roles.items()})
         for role, seen in roles.items():
             heads, head_dim = _heads(owner, seen) or (0, 0)
-            if not heads:  # a norm over all heads, for example, ties them together in the graph
+            if not heads:  # one head, or a norm over all of them that ties them together in the graph
                 rows = int(seen.rows.sum())
-                head_dim = head_shape(model, path, model.get_submodule(path), rows)[1]
+                known = rows % seen.width == 0  # not so where the product sums over tokens instead of channels
+                head_dim = seen.width if known else head_shape(model, path, model.get_submodule(path), rows)[1]
                 heads = rows // head_dim
             q_heads.setdefault(path, heads)
             found.append(projection(path, child, linear, role, heads, head_dim, max(q_heads[path], heads), layout))
