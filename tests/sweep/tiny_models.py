@@ -74,6 +74,8 @@ def shrink(config, depth=0):
     if getattr(config, "qk_rope_head_dim", None):  # latent attention turns exactly this part
         config.qk_rope_head_dim = 8
         config.num_key_value_heads = config.num_attention_heads
+        if getattr(config, "qk_head_dim", None):
+            config.qk_head_dim = config.qk_nope_head_dim + 8
         if getattr(config, "head_dim", None):
             config.head_dim = 8
     if getattr(config, "pad_token_id", 0) is None:

@@ -192,7 +192,7 @@ TIMM: Mapping[str, Family] = {
     **_named("edgenext.CrossCovarianceAttn", _blocks),
     **_named("tiny_vit.Attention maxxvit.AttentionCl", _per_head),
     **_named("efficientformer.Attention", _per_head_wide_value),
-    **_named("pvt_v2.Attention twins.GlobalSubSampleAttn", _query_and_kv),
+    **_named("pvt_v2.Attention twins.GlobalSubSampleAttn volo.ClassAttention", _query_and_kv),
     **_named("convit.GPSA tnt.Attention", _query_key),
 }
 

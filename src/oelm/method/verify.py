@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -27,7 +28,7 @@ def verify(
     """Raises VerifyError with the tensor's name unless every promise holds.
 
     `report` defaults to the one surgery left on the model; `expected` are fingerprints from elsewhere,
-    such as a saved run. Wrappers (DDP, DataParallel, torch.compile, PEFT) are looked through.
+    such as a saved run. Without `optimizer`, every optimizer alive in this process is looked at; () looks at none. Wrappers (DDP, DataParallel, torch.compile, PEFT) are looked through.
     """
     model = unwrap(model)
     report = report or getattr(model, "oelm_report", None)
@@ -41,7 +42,10 @@ def verify(
     for name, module in model.named_modules():
         if isinstance(module, Recovered) and module.oelm_pending is not None:
             raise VerifyError(f"{name}: {PENDING}")
-    optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    if optimizer is None:
+        optimizers: Sequence[torch.optim.Optimizer] = _alive()
+    else:
+        optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
 
     for row in report.projections:
@@ -67,6 +71,11 @@ def verify(
             raise VerifyError(f"{name}: was {old.partition(':')[0]} at surgery and is {new.partition(':')[0]} now")
         if old != new:
             raise VerifyError(f"{name}: bytes changed since surgery")
+
+
+def _alive() -> list[torch.optim.Optimizer]:
+    # type(), not isinstance: asking a lazy module or a dead proxy for its class would wake or break it
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]
 
 
 def _tolerance(weight: torch.Tensor) -> float:

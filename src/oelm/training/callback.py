@@ -42,7 +42,7 @@ class OelmCallback(TrainerCallback):
         if state.global_step:
             folder = self.resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self._take_up(inner, folder, state.global_step)
-        verify(inner, optimizer=None if self.due else kwargs.get("optimizer"))
+        verify(inner, optimizer=() if self.due else kwargs.get("optimizer"))
 
     def _take_up(self, model: nn.Module, folder: Path, step: int) -> None:
         """Puts flags and corrections into the state of the checkpoint whose weights the Trainer has loaded."""
@@ -69,7 +69,7 @@ class OelmCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         inner = unwrap(model)
-        verify(inner, optimizer=None if self.due else kwargs.get("optimizer"))
+        verify(inner, optimizer=() if self.due else kwargs.get("optimizer"))
         if state.is_world_process_zero:
             save_parts(inner, Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
@@ -78,7 +78,7 @@ class OelmCallback(TrainerCallback):
         waiting = any(isinstance(m, Recovered) and m.oelm_pending is not None for m in inner.modules())
         if waiting and args.load_best_model_at_end and state.best_model_checkpoint:
             load_parts(inner, Path(state.best_model_checkpoint))
-        verify(inner)
+        verify(inner, optimizer=() if self.due else None)
 
 
 def _group_for(optimizer: Any, name: str) -> Any:
