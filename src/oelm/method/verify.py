@@ -28,7 +28,8 @@ def verify(
     """Raises VerifyError with the tensor's name unless every promise holds.
 
     `report` defaults to the one surgery left on the model; `expected` are fingerprints from elsewhere,
-    such as a saved run. Without `optimizer`, every optimizer alive in this process is looked at; () looks at none. Wrappers (DDP, DataParallel, torch.compile, PEFT) are looked through.
+    such as a saved run. Without `optimizer`, every optimizer alive in this process is looked at; () looks at none.
+    Wrappers (DDP, DataParallel, torch.compile, PEFT) are looked through.
     """
     model = unwrap(model)
     report = report or getattr(model, "oelm_report", None)

@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .build import FROM_CONFIG, build_gpt, config_for, load_causal, no_such_model
+from .build import build_gpt, config_for, load_causal, no_such_model
 from .gpt import GPT
-from .presets import PRESETS
+from .presets import FROM_CONFIG, PRESETS
 
 LONGEST = 512  # tokens of a training sequence, where the model could take more and nothing is said
 
