@@ -7,6 +7,7 @@ modelling code in the folder, for clients that trust it.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -229,15 +230,26 @@ def _write(folder: Path, source: Path, target: Any, form: str, record: dict[str,
         target.config.auto_map = {"AutoConfig": "gpt.GPTConfig", "AutoModelForCausalLM": "gpt.GPT"}
         for module in (gpt, biased, loss):
             text = Path(str(module.__file__)).read_text(encoding="utf-8")
-            # the registration at the end is for those who import it from us; auto_map does it here
-            kept = text.partition("\nAutoConfig.register(")[0]
-            (folder / Path(str(module.__file__)).name).write_text(kept, encoding="utf-8")
+            (folder / Path(str(module.__file__)).name).write_text(_standing_alone(text), encoding="utf-8")
     target.save_pretrained(folder)
     for path in source.glob("token*"):
         shutil.copy(path, folder / path.name)
     for path in source.glob("special_tokens*"):
         shutil.copy(path, folder / path.name)
     (folder / "README.md").write_text(model_card(target, form, record), encoding="utf-8")
+
+
+def _standing_alone(text: str) -> str:
+    """Modelling code without what only surgery and registration need."""
+    text = text.partition("\nAutoConfig.register(")[0]  # auto_map does it in a folder
+    plain = (
+        "\n\ndef query_and_key(q_proj, k_proj, x):\n    return q_proj(x), k_proj(x)\n"
+    )
+    text, found = re.subn(r"^from \.\.method\.pair import query_and_key\n", "", text, flags=re.M)
+    text = text.replace("\nRotary = ", f"{plain}\n\nRotary = ", 1) if found else text
+    if re.search(r"^from \.\.", text, flags=re.M):
+        raise ValueError("--as: the model's own code reads other parts of oelm, so it cannot stand alone")
+    return text
 
 
 def model_card(model: Any, form: str, record: dict[str, Any] | None) -> str:

@@ -16,7 +16,7 @@ from oelm.method.schedule import change_state, follow_schedule
 from oelm.method.verify import VerifyError
 from oelm.models.saved import PARTS
 
-CORRECTED = ["oelm-temperature", "oelm-slices-gains", "oelm-lora", "oelm-oft"]
+CORRECTED = ["oelm-temperature", "oelm-slices-gains", "oelm-lora", "oelm-oft", "oelm-slices-lora", "oelm-blocks"]
 
 
 def outputs(name, model):

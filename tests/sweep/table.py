@@ -74,14 +74,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--out", type=Path, required=True)
     parser.add_argument("-j", "--jobs", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="also every class's verdict")
+    parser.add_argument("--json", type=Path, default=Path("/dev/null"), help="also every class's verdict")
     options = parser.parse_args()
     import tiny_models
 
-    with ProcessPoolExecutor(options.jobs, max_tasks_per_child=200) as pool:
-        results = list(pool.map(one, tiny_models.registered(), chunksize=8))
-    if options.json:
-        options.json.write_text("".join(json.dumps(result) + "\n" for result in results))
+    results = []
+    with ProcessPoolExecutor(options.jobs, max_tasks_per_child=200) as pool, options.json.open("w") as lines:
+        for result in pool.map(one, tiny_models.registered(), chunksize=8):
+            results.append(result)
+            print(json.dumps(result), file=lines, flush=True)
     options.out.write_text(page(results))
     wrong = [(cls, detail) for cls, kind, detail in results if kind == "wrong"]
     for cls, detail in wrong:
