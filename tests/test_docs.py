@@ -91,3 +91,11 @@ def test_a_tutorial_runs(name):
 def test_every_tutorial_stands_in_the_documents():
     text = (ROOT / "docs" / "tutorials.md").read_text()
     assert set(re.findall(r'"examples/(\w+)\.py"', text)) == {path.stem for path in ROOT.glob("examples/*.py")}
+
+
+def test_the_example_of_an_own_model_runs():
+    code = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "docs" / "your-model.md").read_text(), re.DOTALL)[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("headwise") == 2
+    assert "4 x 8 of 32 fused" in done.stdout

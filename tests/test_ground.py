@@ -32,6 +32,8 @@ ROOMS = [
     "evidence",
     "probe",
     "report",
+    "export",
+    "harness",
     "cli",
 ]
 

@@ -157,6 +157,46 @@ def verify(run: Annotated[str, typer.Argument(help="a run folder")], trust: Trus
         print(line)
 
 
+@app.command("export", epilog=examples("oelm export runs/debug", "oelm export runs/debug --as gpt2 -o exported/debug"))
+def export_model(
+    run: Annotated[str, typer.Argument(help="a run folder, or a folder with a saved GPT of ours")],
+    form: Annotated[
+        str | None, typer.Option("--as", help="gpt2, gptneox, llama, or own code; default: the first that fits")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="folder; default: RUN/export-FORM")] = None,
+) -> None:
+    """The best model as a plain Hugging Face folder, with a model card: loads everywhere without oelm."""
+    from ..export import export
+
+    folder, proven = export(Path(run), form, out)
+    print(proven)
+    print(folder)
+
+
+@app.command(
+    "eval",
+    epilog=examples("oelm eval runs/debug --tasks lambada_openai", "oelm eval runs/debug --tasks own --include tasks/"),
+)
+def evaluate_model(
+    run: Annotated[str, typer.Argument(help="a run folder, or any folder with a saved causal language model")],
+    tasks: Annotated[str, typer.Option(help="names of lm-evaluation-harness, with commas between")],
+    include: Annotated[Path | None, typer.Option(help="a folder with task files of your own")] = None,
+    limit: Annotated[int | None, typer.Option(help="so many examples of each task", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="sequences at a time", min=1)] = 8,
+    form: Format = "text",
+) -> None:
+    """Scores of a trained language model on tasks of lm-evaluation-harness (extra: eval)."""
+    json_wanted = is_json(form)
+    from ..harness import evaluate
+
+    found = evaluate(Path(run), [task for task in tasks.split(",") if task], include, limit, batch_size)
+    if json_wanted:
+        print(json.dumps(found, indent=1))
+        return
+    for task, metrics in found.items():
+        print(f"{task}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+
 @app.command(epilog=examples("oelm probe runs/debug", "oelm probe runs/probe-recall -o runs/probe-recall/probe.json"))
 def probe(
     runs: Annotated[list[Path], typer.Argument(help="run folders, or a study's folder", metavar="RUN...")],

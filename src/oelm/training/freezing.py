@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import RunConfig
-from ..method.schedule import change_state, change_steps
+from ..method.schedule import change_state, follow_schedule
 from ..record import Run
 from .optim import regroup
 
@@ -25,8 +25,8 @@ class Freezer:
     ) -> None:  # fmt: skip
         self.run, self.model, self.optimizers, self.config = run, model, optimizers, config
         self.scaler, self.total, self.wrappers = accelerator.scaler, total, accelerator._models
+        self.steps = follow_schedule(model, total)
         report: Any = model.oelm_report
-        self.steps = change_steps(report, total)
         self.rows = {row.projection.key: row.projection for row in report.projections}
         self.wrapper_is_old = False
         self.freed: dict[str, nn.Parameter] = {}
