@@ -48,10 +48,14 @@ _FOLLOWS_A_CHECKPOINT = re.compile(
 
 def write_atomically(path: Path, text: str) -> None:
     """The file is either the old one or the new one, whatever happens in between."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with _naming(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with _naming(path), temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from .. import stats
+from ..study.pack import opened
 from ..study.plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 from ..study.search import Choice, Point
 from ..study.shape import other_shape
@@ -208,8 +209,14 @@ def margin(study: StudyConfig) -> float:
 
 
 def analyse(folder: Path, against: str | None = None) -> Analysis:
-    """Reads a study folder and decides by the rule in its study.json, or with another arm as its baseline."""
-    folder = folder.resolve()  # its name is the study's
+    """Reads a study, a folder or a packed file, and decides by the rule in its study.json.
+
+    `against`: with another arm as its reference, also one of another study, `path/to/study:arm`.
+    """
+    folder = opened(folder).resolve()  # its name is the study's
+    elsewhere, _, foreign = (against or "").rpartition(":")
+    if elsewhere:
+        return _against_another(analyse(folder), analyse(Path(elsewhere), foreign), foreign)
     study, bench, probe = read_study(folder), read_bench(folder), read_probe(folder)
     if against is not None:
         if against not in study.arms:
@@ -253,6 +260,21 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
         study, decided, tuple(search), tuple(compare), tuple(checks), planned, lost, out, strays,
         None if other else bench, other, probe, read_samples(folder),
     )  # fmt: skip
+
+
+def _against_another(ours: Analysis, theirs: Analysis, arm: str) -> Analysis:
+    """Our arms against one of another study, at the same seeds, where corpus, size and length have the same names."""
+    name = f"{arm}@{theirs.study.name}"
+    found = {setting.title: theirs.baseline(setting) for setting in theirs.settings}
+    settings = [
+        replace(setting, arms=(*setting.arms, replace(found[setting.title], name=name, comparison=None)))
+        for setting in ours.settings if setting.title in found
+    ]  # fmt: skip
+    if not settings:
+        raise ValueError(f"{theirs.study.name}: has none of the settings of {ours.study.name}")
+    decide = ours.study.decide.model_copy(update={"reference": name})
+    study = ours.study.model_copy(update={"arms": {**ours.study.arms, name: {}}, "decide": decide})
+    return replace(ours, study=study, settings=_decided(study, settings))
 
 
 def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured]) -> dict[Group, Point]:

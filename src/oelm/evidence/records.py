@@ -48,6 +48,7 @@ class Measured:
     answers: Mapping[str, NDArray[np.bool_]]  # split -> which examples the best model got right; empty for a GPT
     majority: Mapping[str, float]  # split -> share of its most frequent label: right without reading a word
     environment: str  # JSON, so that equal ones are easily found
+    arm_then: str  # how the arm's definition differed when the run was made; empty: it is the same
     data: str  # hashes of the tokens, or of a task's examples and labels
     updated: float
 
@@ -206,6 +207,7 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
         environment=json.dumps(
             facts.get("environment", {}) | {"precision": facts.get("precision", "unknown")}, sort_keys=True
         ),
+        arm_then="; ".join(record.arm_changes(facts, config)),
         data=json.dumps([facts["data_sha256"], labels], sort_keys=True), updated=facts["updated"],
     )  # fmt: skip
 

@@ -33,6 +33,7 @@ def notices(analysis: Analysis) -> list[Notice]:
         *_savings(analysis, "noise"),
         *_machines(analysis),
         *_unprobed(analysis),
+        *_redefined(analysis),
     ]
     return [Notice("warning", text) for text in warnings] + [Notice("note", text) for text in notes]
 
@@ -182,6 +183,15 @@ def _machines(analysis: Analysis) -> list[str]:
     differing = sorted(key for key in found[0] if len({json.dumps(e.get(key)) for e in found}) > 1)
     what = "version of the source" if differing == ["git"] else ", ".join(differing)
     return [f"The runs come from {len(found)} environments, which differ in: {what}; see “Where it ran”."]
+
+
+def _redefined(analysis: Analysis) -> list[str]:
+    """Arms whose name stands for something else by now."""
+    found = {(cell.group.arm, run.arm_then) for cell, run in (*analysis.search, *analysis.compare) if run.arm_then}
+    return [
+        f"{arm} was defined otherwise when these runs were made: {changed}. See the method card for its present name."
+        for arm, changed in sorted(found)
+    ]
 
 
 def _unprobed(analysis: Analysis) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ COLUMNS = {
 }  # fmt: skip
 STATUSES = {"running": "cyan", "failed": "red", "damaged": "red", "interrupted": "yellow", "stopped": "yellow",
             "waiting": "", "finished": "green"}  # fmt: skip
+DESIGN = "design.sha256"  # of study.json as the study began
 OVER = ("finished", "failed", "damaged")
 
 
@@ -52,7 +54,9 @@ def _begin(study: StudyConfig, path: Path) -> None:
             )
         if study.extension == before.extension:
             return
-    write_atomically(path, study.model_dump_json(indent=1, exclude={"cpu"}) + "\n")
+    text = study.model_dump_json(indent=1, exclude={"cpu"}) + "\n"
+    write_atomically(path, text)
+    write_atomically(study.folder / DESIGN, hashlib.sha256(text.encode()).hexdigest() + "\n")
 
 
 def _has_run(folder: Path) -> bool:
@@ -65,8 +69,11 @@ def read_study(folder: Path) -> StudyConfig:
     path = folder / "study.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: no study.json there, so not a study folder")
+    content, mark = path.read_bytes(), folder / DESIGN
+    if mark.is_file() and mark.read_text().strip() != hashlib.sha256(content).hexdigest():
+        raise ValueError(f"{path}: is not the design that the study began with ({DESIGN} differs); restore the file")
     try:
-        found = StudyConfig.model_validate_json(path.read_bytes())
+        found = StudyConfig.model_validate_json(content)
     except ValidationError as error:
         raise ValueError(validation_line(error, StudyConfig, str(path))) from None
     return found.at(folder)
