@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup study test test-all sweep lint docs bench clean
+.PHONY: help setup study test test-all sweep lint docs bench bench-gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -51,6 +51,9 @@ bench: setup ## speed and memory, on a quiet machine; results go to benchmarks/r
 	$(PY) benchmarks/finetune.py
 	$(PY) benchmarks/relative.py
 	$(PY) benchmarks/loss.py
+
+bench-gpu: setup ## the table of step times for a machine with a GPU
+	$(PY) benchmarks/gpu.py
 
 clean: ## remove the environment and caches (runs and data stay)
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

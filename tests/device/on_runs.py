@@ -1,8 +1,10 @@
 """Whole runs on the device: training, evaluation, best model, checkpoints, resume; and every verb that touches one."""
 
+import importlib
 import json
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +18,10 @@ from oelm.models.build import load_causal
 from oelm.models.generate import generate
 from oelm.probe import Puzzles, probe_run, puzzle_scores, text_puzzles, text_scores
 from oelm.record import evaluations, losses, read_metrics, read_run
-from oelm.study.bench import bench_step, table
+from oelm.study.bench import Contender, bench_step, table
 from oelm.training import run as training
 from oelm.training.audit import audit
+from oelm.training.device import start_accelerator
 from oelm.training.loop import Stopper
 from oelm.training.rehearsal import rehearse, step_speed
 from oelm.training.run import run_training
@@ -84,6 +87,7 @@ def test_waits_of_a_run_are_those_of_the_docs(gpu, corpus, tmp_path):
     assert by_place.pop("training/loop.py:flush") == 2 * 4  # losses, gradient norms
     assert by_place.pop("oelm/runtime.py:synchronize") == 4 + 8  # the clock's; the yardstick's, before it all
     assert by_place.pop("training/pretrain.py:measure") == 2  # one for each evaluation
+    assert by_place.pop("training/pretrain.py:few_loss") == 2  # likewise
     assert by_place.pop("training/loop.py:checkpoint") == 2
     saving = ("training/checkpoint.py:fetch", "method/frames.py:orthogonality_error", "method/surgery.py:_fingerprint")
     moving = "transformers/modeling_utils.py:to"  # the model, once
@@ -164,6 +168,20 @@ def test_a_bench_knows_that_a_gpu_waits_for_the_host(gpu, monkeypatch):
     assert result["arms"]["oelm"]["most_saved"] == 1
     assert result["arms"]["oelm"]["above_ceiling"] is False
     assert "the GPU waits for the host for 100% of a step" in table(result)
+
+
+def test_every_variant_of_the_gpu_benchmark_takes_a_step(gpu, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    benchmark = importlib.import_module("gpu")
+    tiny = ["model=tiny", "model.d_model=32", "model.context=16", "train.batch_size=2", "data.tokenizer=bytes"]
+    configs = benchmark.contenders(tiny, ["baseline", "oelm"])
+    assert len(configs) == 2 * 2 + 4
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, mode=None: None)  # no compiler for this device
+    accelerator = start_accelerator(configs["baseline"])
+    for config in configs.values():
+        contender = Contender(config, None, accelerator)
+        contender.take_step()
+        assert contender.clock.flush()["seconds"][0] > 0
 
 
 def test_the_yardsticks_memory_is_not_the_runs(gpu, corpus, tmp_path, monkeypatch):

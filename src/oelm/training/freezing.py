@@ -56,8 +56,9 @@ class Freezer:
                 torch._dynamo.reset()  # an old graph would never give a freed weight its gradient
             if isinstance(model, DistributedDataParallel):  # its reducer knows only what was trained when it was made
                 wrapper = DistributedDataParallel(
-                    model.module, device_ids=model.device_ids, output_device=model.output_device
-                )
+                    model.module, device_ids=model.device_ids, output_device=model.output_device,
+                    gradient_as_bucket_view=model.gradient_as_bucket_view,
+                )  # fmt: skip
                 # the old one's gradient buckets live as long as anything knows it
                 self.wrappers[:] = [wrapper if known is model else known for known in self.wrappers]
                 return wrapper
