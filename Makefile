@@ -51,6 +51,7 @@ bench: setup ## speed and memory, on a quiet machine; results go to benchmarks/r
 	$(PY) benchmarks/finetune.py
 	$(PY) benchmarks/relative.py
 	$(PY) benchmarks/loss.py
+	$(PY) benchmarks/growth.py
 
 clean: ## remove the environment and caches (runs and data stay)
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
