@@ -51,6 +51,7 @@ bench: setup ## speed and memory, on a quiet machine; results go to benchmarks/r
 	$(PY) benchmarks/finetune.py
 	$(PY) benchmarks/relative.py
 	$(PY) benchmarks/loss.py
+	$(PY) benchmarks/growth.py
 
 bench-gpu: setup ## the table of step times for a machine with a GPU
 	$(PY) benchmarks/gpu.py

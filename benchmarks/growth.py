@@ -114,7 +114,7 @@ AXES = [
     Axis("step: layers", "n_layer", (2, 4, 8, 16), step, step_flops, step_memory),
     Axis("step: vocabulary", "vocabulary", (1024, 4096, 16384, 65536), step, step_flops, step_memory),
     Axis("prepare: megabytes of text", "", (1, 2, 4, 8, 16), preparing, in_proportion, constant),
-    Axis("report: paired seeds of four arms", "", (6, 12, 24, 48), reporting, in_proportion, None),
+    Axis("report: seeds of four arms", "", (6, 12, 24, 48), reporting, in_proportion, None),
 ]
 
 
@@ -186,9 +186,10 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(14, 5.6), layout="constrained")
-    axes = figure.subplots(2, len(results))
+    axes = figure.subplots(2, len(results), squeeze=False)
     units = {"seconds": ("seconds", 1.0), "memory": ("MiB on top of Python and torch", 2.0**20)}
     for column, result in enumerate(results):
         x, middle = result["points"], len(result["points"]) // 2
@@ -199,6 +200,8 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
                 scale = found[middle] / expected[middle] / unit
                 plot.loglog(x, [scale * value for value in expected], "--", color="#888888", label="expected")
             plot.set_xticks(x, [f"{value:,}" for value in x], fontsize=7)
+            plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            plot.yaxis.set_major_formatter("{x:g}")
             plot.minorticks_off()
             plot.grid(alpha=0.3)
             if column == 0:
@@ -230,7 +233,7 @@ def main() -> None:
     draw(results, ROOT / "docs" / "growth.png")
     worst = max(result["thrown_out"] for result in results)
     note = f"threads: {options.threads}; at most {worst:.0%} of an axis' turns thrown out. "
-    links = f"[All numbers](../benchmarks/results/{path.name}).\n\n![Growth](growth.png)"
+    links = f"All numbers: `benchmarks/results/{path.name}`.\n\n![Growth](growth.png)"
     publish("growth", f"{note}{links}\n\n{table(results)}", ROOT / "docs" / "speed.md")
 
 

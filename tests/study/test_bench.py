@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import time
 
 import pytest
@@ -168,11 +167,11 @@ def test_memory_is_measured_in_a_process_of_its_own():
 @pytest.mark.slow
 @pytest.mark.skipif("OELM_BENCH_CHECK" not in os.environ, reason="minutes of measuring; set OELM_BENCH_CHECK=1")
 def test_real_steps_two_identical_arms_and_a_planted_three_percent():
-    """On this machine as it is: intervals of 99.9 % would be wider, so a miss of one in twenty is to be expected."""
+    """Wants a machine that is mostly quiet; intervals are of 95 %, so one time in ten one of the two is missed."""
     config = load_config(None, ["model=small", "method=baseline", "train.batch_size=8", "system.threads=1"])
     accelerator = start_accelerator(config)
     arms = {name: Contender(config, 512, accelerator) for name in ("first", "same", "slower")}
-    usual = statistics.median(arms["slower"].turn(3).seconds for _ in range(10))
+    usual = min(arms["slower"].turn(3).seconds for _ in range(20))  # while nobody disturbed
     honest = arms["slower"].task.batch
 
     def dawdling(*words):
