@@ -242,9 +242,7 @@ def _write(folder: Path, source: Path, target: Any, form: str, record: dict[str,
 def _standing_alone(text: str) -> str:
     """Modelling code without what only surgery and registration need."""
     text = text.partition("\nAutoConfig.register(")[0]  # auto_map does it in a folder
-    plain = (
-        "\n\ndef query_and_key(q_proj, k_proj, x):\n    return q_proj(x), k_proj(x)\n"
-    )
+    plain = "\n\ndef query_and_key(q_proj, k_proj, x):\n    return q_proj(x), k_proj(x)\n"
     text, found = re.subn(r"^from \.\.method\.pair import query_and_key\n", "", text, flags=re.M)
     text = text.replace("\nRotary = ", f"{plain}\n\nRotary = ", 1) if found else text
     if re.search(r"^from \.\.", text, flags=re.M):
