@@ -17,6 +17,7 @@ from oelm.method.verify import VerifyError
 from oelm.models.saved import PARTS
 
 CORRECTED = ["oelm-temperature", "oelm-slices-gains", "oelm-lora", "oelm-oft", "oelm-slices-lora", "oelm-blocks"]
+FIELDS = {"oelm-oft": {"block": 8}, "oelm-slices-lora": {"rank": 4}}  # what so small a model needs
 
 
 def outputs(name, model):
@@ -122,7 +123,7 @@ def test_what_an_example_found_is_found_again_without_it():
 @pytest.mark.parametrize("arm", CORRECTED)
 def test_corrections_come_back_with_their_parts_and_go_on_training(arm, tmp_path):
     model = build("llama")
-    apply_oelm(model, OelmConfig.arm(arm, **({"block": 8} if arm == "oelm-oft" else {})))
+    apply_oelm(model, OelmConfig.arm(arm, **FIELDS.get(arm, {})))
     train_some("llama", model, 3)
     oelm.save(model, tmp_path)
     again = oelm.load(tmp_path)
@@ -162,7 +163,7 @@ def test_merged_weights_without_their_parts_compute_nothing():
 @pytest.mark.parametrize("arm", ["oelm", *CORRECTED])
 def test_merge_folds_corrections_in_and_keeps_the_freeze(arm, tmp_path):
     model = build("llama")
-    report = apply_oelm(model, OelmConfig.arm(arm, **({"block": 8} if arm == "oelm-oft" else {})))
+    report = apply_oelm(model, OelmConfig.arm(arm, **FIELDS.get(arm, {})))
     train_some("llama", model, 2)
     expected = outputs("llama", model)
     merged = oelm.merge(model)
