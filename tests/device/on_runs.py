@@ -84,6 +84,7 @@ def test_waits_of_a_run_are_those_of_the_docs(gpu, corpus, tmp_path):
     assert by_place.pop("training/loop.py:flush") == 2 * 4  # losses, gradient norms
     assert by_place.pop("oelm/runtime.py:synchronize") == 4 + 8  # the clock's; the yardstick's, before it all
     assert by_place.pop("training/pretrain.py:measure") == 2  # one for each evaluation
+    assert by_place.pop("training/pretrain.py:few_loss") == 2  # likewise
     assert by_place.pop("training/loop.py:checkpoint") == 2
     saving = ("training/checkpoint.py:fetch", "method/frames.py:orthogonality_error", "method/surgery.py:_fingerprint")
     moving = "transformers/modeling_utils.py:to"  # the model, once

@@ -99,7 +99,8 @@ class LanguageModelling:
 def few_loss(model: nn.Module, tokens: Tokens, config: RunConfig, context: int, device: torch.device) -> float:
     """The loss on the first few windows of the validation, by which a saved model can be told again."""
     x, y = next(val_batches(tokens, batch_size=FEW, context=context, limit_tokens=config.train.eval_tokens))
-    return float(model(input_ids=x.to(device), shift_labels=y.to(device)).loss)
+    x, y = (tensor.to(device, non_blocking=True) for tensor in (x, y))
+    return float(model(input_ids=x, shift_labels=y).loss)
 
 
 def data_folder(data: DataConfig, system: SystemConfig) -> Path:
