@@ -9,8 +9,8 @@ from faults.ledger import Ledger
 from faults.subjects import make_subjects
 
 HOURS = float(os.environ.get("OELM_FAULT_HOURS", "0"))
-SHORT = 20.0  # seconds for each kind of fault
-KINDS = 6  # that share the hours
+SHORT = 20.0  # seconds of a share
+SHARES = 4  # of the hours; fuzzing is counted in inputs
 LEDGER = Ledger()
 
 
@@ -31,7 +31,7 @@ def turns():
     print(f"seed {seed}")
 
     def until(share=1.0, least=1):
-        end = time.monotonic() + (HOURS * 3600 / KINDS if HOURS else SHORT) * share
+        end = time.monotonic() + (HOURS * 3600 / SHARES if HOURS else SHORT) * share
         rng, turn = random.Random(seed), 0
         while turn < least or time.monotonic() < end:
             turn += 1

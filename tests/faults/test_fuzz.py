@@ -21,7 +21,7 @@ from oelm.study.plan import load_study
 from oelm.study.watch import read_study
 
 pytestmark = pytest.mark.faults
-MANY = int(float(os.environ.get("OELM_FAULT_HOURS", "0")) * 12_000)
+MANY = int(float(os.environ.get("OELM_FAULT_HOURS", "0")) * 14_000)
 fuzz = settings(
     max_examples=max(MANY, 150), deadline=None, database=None, derandomize=not MANY,
     suppress_health_check=list(HealthCheck),
@@ -131,16 +131,28 @@ def test_jsonl_and_study_json(ledger, tmp_path, content):
     tried(ledger, "predictions", read_predictions, tmp_path)
 
 
-@fuzz
-@given(
-    content=st.binary(max_size=200)
-    | st.text(alphabet='ab\t\n"\r,\x00é', max_size=80).map(lambda s: f"text\tlabel\n{s}".encode())
+cells = st.text(max_size=12) | st.sampled_from(["a", "b", "good film"])
+tables = st.lists(st.tuples(cells, st.sampled_from(["a", "b"]) | cells), max_size=4).map(
+    lambda rows: "text\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows)
 )
-def test_tsv_and_csv(ledger, tmp_path, content):
-    for kind in ("tsv", "csv", "jsonl"):
+
+
+@fuzz
+@given(content=st.binary(max_size=200) | tables.map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_tsv_csv_and_jsonl_of_a_task(ledger, tmp_path, content):
+    columns = {"text": ["text"], "label": "label", "labels": ["a", "b"]}
+    commas = content.replace(b"\t", b",")
+    objects = [
+        dict(zip(("text", "label"), line.split("\t"), strict=False))
+        for line in content.decode("utf-8", "replace").split("\n")
+    ]
+    rows = "\n".join(json.dumps(row) for row in objects[1:]).encode()
+    for kind, written in (("tsv", content), ("csv", commas), ("jsonl", rows)):
         path = tmp_path / f"rows.{kind}"
-        path.write_bytes(content)
-        config = TaskConfig(
-            name="own", train=str(path), validation=str(path), text=["text"], label="label", labels=["a", "b"]
+        path.write_bytes(written)
+        tried(
+            ledger,
+            f"task as {kind}",
+            load_task,
+            TaskConfig(name="own", train=str(path), validation=str(path), **columns),
         )
-        tried(ledger, kind.upper(), load_task, config)

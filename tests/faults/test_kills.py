@@ -70,10 +70,10 @@ def test_killed_at_file_operations_a_run_ends_as_if_nothing_had_happened(
     assert total > 50
     expected = numbers(place / "whole")
     assert expected == numbers(subject.finished)
-    for turn, rng in enumerate(turns(1 / 3, least=2)):
+    for turn, rng in enumerate(turns(2 / 3, least=1)):
         out, kills = place / f"run{turn}", 0
         while True:
-            code, _ = start(words, out, rng.randint(1, total) if kills < 12 else 0)
+            code, _ = start(words, out, 1 + int(total * rng.random() ** 2) if kills < 12 else 0)
             if code != -signal.SIGKILL:
                 break
             kills += 1
