@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup study test test-all sweep lint docs bench bench-gpu clean
+.PHONY: help setup study test test-all sweep faults lint docs bench bench-gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -28,13 +28,17 @@ study: $(or $(wildcard $(VENV)/.installed),$(VENV)/.base) ## run the embedded st
 	$(VENV)/bin/oelm study run configs/quickstart.yaml
 
 test: setup lint ## lint, types and the quick tests
-	$(TEST) -m "not slow and not sweep"
+	$(TEST) -m "not slow and not sweep and not faults"
 
 test-all: setup lint ## the same with the heavy proofs (killed processes, DDP, torch.compile)
 	$(TEST) -m "not sweep"
 
 sweep: setup ## every model class of transformers, built tiny and operated on (an hour); counts go to docs/sweep.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/sweep $(PY) tests/sweep/table.py -o docs/sweep.md
+
+HOURS := 1
+faults: setup ## kills, damage and fuzzing for HOURS=1; the counts go to docs/reliability.md
+	OELM_FAULT_HOURS=$(HOURS) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n0 -m faults tests/faults
 
 lint: setup ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -7,8 +7,7 @@ from tiny import tiny_config, write_corpus
 from typer.testing import CliRunner
 
 from oelm.cli import app
-from oelm.integrity import sealed
-from oelm.record import claimed, read_run
+from oelm.record import claimed, read_run, record_text
 from oelm.runs import compare, list_runs, unneeded
 from oelm.training.audit import audit
 from oelm.training.run import run_training
@@ -22,7 +21,7 @@ def shelf(tmp_path_factory):
     for name, words in (("a", []), ("b", ["method=oelm-q", "train.lr=3e-3"]), ("killed", ["train.max_steps=30"])):
         run_training(tiny_config(corpus, place / "runs" / name, *words), quiet=True)
     record = read_run(place / "runs" / "killed")
-    (place / "runs" / "killed" / "run.json").write_text(json.dumps(sealed(record | {"status": "running"})))
+    (place / "runs" / "killed" / "run.json").write_text(record_text(record | {"status": "running"}))
     return place / "runs"
 
 
@@ -71,7 +70,7 @@ def test_a_comparison_says_what_it_cannot_compare(shelf, tmp_path):
             record["science"]["init_seed"] = 5
             record["environment"]["threads"] = 4
             record["status"] = "stopped"
-        (tmp_path / name / "run.json").write_text(json.dumps(sealed(record)))
+        (tmp_path / name / "run.json").write_text(record_text(record))
     warnings = "\n".join(compare([tmp_path / "a", tmp_path / "b"]).warnings)
     for expected in (
         "did not read the same data",

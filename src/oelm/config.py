@@ -25,7 +25,7 @@ from pydantic import (
 
 from .integrity import content_id
 from .method.names import ALIASES
-from .validation import as_list, validation_line
+from .validation import LARGEST_YAML, as_list, one_name, parse_yaml, plain_path, validation_line
 
 if TYPE_CHECKING:
     from .method.arms import OelmConfig
@@ -67,17 +67,24 @@ class Section(BaseModel):
         return value
 
 
+# Far beyond what anybody trains, and small enough that a slip of the keyboard is one line and not a full memory.
+WIDEST = 2**20
+
+
+Place = Annotated[str, AfterValidator(plain_path)]
+
+
 class ModelConfig(Section):
     """Which model. Shape fields left out come from the preset; but for `context` they apply to our GPT only."""
 
     name: str = "small"  # a preset of ours, a Hugging Face name or architecture, or a folder with config.json
     pretrained: bool | None = None  # a Hugging Face model begins with weights (left out: if it has some) or at random
-    n_layer: int | None = Field(None, gt=0)  # number of layers
-    n_head: int | None = Field(None, gt=0)  # attention heads of a layer
-    d_model: int | None = Field(None, gt=0)  # width of the residual stream
-    d_ff: int | None = Field(None, gt=0)  # width inside the feed-forward part; default: 4 x d_model
-    context: int | None = Field(None, gt=0)  # tokens that a training sequence has and the model can see
-    vocab_size: int | None = Field(None, gt=0)  # rows of the token table; default: the tokenizer's
+    n_layer: int | None = Field(None, gt=0, le=10_000)  # number of layers
+    n_head: int | None = Field(None, gt=0, le=WIDEST)  # attention heads of a layer
+    d_model: int | None = Field(None, gt=0, le=WIDEST)  # width of the residual stream
+    d_ff: int | None = Field(None, gt=0, le=WIDEST * 4)  # width inside the feed-forward part; default: 4 x d_model
+    context: int | None = Field(None, gt=0, le=2**24)  # tokens that a training sequence has and the model can see
+    vocab_size: int | None = Field(None, gt=0, le=2**24)  # rows of the token table; default: the tokenizer's
     positions: Literal["learned", "rotary", "relative"] | None = None  # relative: a bias on top of learned ones
     qk_norm: bool | None = None  # RMS-normalise queries and keys
     bias: bool | None = None  # whether linear layers and layer norms have a bias
@@ -150,11 +157,11 @@ DECAY_SHARE = 0.2  # of a wsd run, where the config says nothing
 class TrainConfig(Section):
     """How to train."""
 
-    max_steps: int | None = Field(None, ge=1)  # optimizer steps; default: 1000, or what `epochs` makes
+    max_steps: int | None = Field(None, ge=1, le=2**40)  # optimizer steps; default: 1000, or what `epochs` makes
     epochs: float | None = Field(None, gt=0)  # passes over a task's training texts, in place of max_steps
     max_tokens: int | None = Field(None, ge=1)  # end after so many tokens, at a whole step
     max_time: float | None = Field(None, gt=0)  # end after so many seconds; evaluation and checkpoints do not count
-    batch_size: int = Field(16, ge=1)  # sequences per step, over all processes together
+    batch_size: int = Field(16, ge=1, le=2**24)  # sequences per step, over all processes together
     accumulate: int = Field(1, ge=1)  # cut the batch into this many parts, one after the other, to save memory
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices inside the layers, else AdamW
     lr: float = Field(1e-3, gt=0)  # the highest learning rate, reached after the warm-up
@@ -200,8 +207,8 @@ class TrainConfig(Section):
 class SystemConfig(Section):
     """What changes the speed, the place or the noise on screen, never the numbers: not part of a run's id."""
 
-    data_dir: str = "data"  # folder for prepared tokens
-    runs_dir: str = "runs"  # folder for run folders, unless `out` names one
+    data_dir: Place = "data"  # folder for prepared tokens
+    runs_dir: Place = "runs"  # folder for run folders, unless `out` names one
     threads: int | None = Field(None, ge=1)  # CPU threads of a run; default: OMP_NUM_THREADS, else all cores
     workers: int | None = Field(None, ge=1)  # processes that tokenise; default: one for each core
     compile: bool | Compiling = False  # each layer by torch.compile: true, default, max-autotune, reduce-overhead
@@ -227,7 +234,7 @@ FINE_TUNING: dict[str, dict[str, Any]] = {
 class RunConfig(Section):
     """One run."""
 
-    name: str = "run"  # first part of the run folder's name, before the id
+    name: Annotated[str, AfterValidator(one_name)] = "run"  # first part of the run folder's name, before the id
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     data: DataConfig = DataConfig()  # of a language model
@@ -235,7 +242,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     init_seed: int = Field(0, ge=0, lt=2**31)  # seed of the weights and frames
     data_seed: int = Field(0, ge=0, lt=2**31)  # seed of the order of the batches
-    out: str | None = None  # the run folder; default: runs_dir/<name>-<id>
+    out: Place | None = None  # the run folder; default: runs_dir/<name>-<id>
     system: SystemConfig = SystemConfig()
 
     @model_validator(mode="before")
@@ -314,9 +321,11 @@ def parse_config(raw: dict[str, Any], source: str = "") -> RunConfig:
 def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file or folder")
+    if path.stat().st_size > LARGEST_YAML:
+        raise ValueError(f"{path}: {path.stat().st_size:,} bytes, where a config has {LARGEST_YAML:,} at most")
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict | None):
         raise ValueError(f"{path}: must hold a mapping of keys, not {type(raw).__name__}")
@@ -329,9 +338,11 @@ def set_word(raw: dict[str, Any], word: str) -> None:
     if not equals or not key:
         raise ValueError(f"{word}: not of the form key=value")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         value = text  # a glob such as *.jsonl; where a number is wanted, the field says so
+    except ValueError as error:
+        raise ValueError(f"{key}: not readable as YAML: {error}") from None
     set_key(raw, key, value)
 
 

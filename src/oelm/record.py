@@ -368,6 +368,9 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 def arm_changes(facts: dict[str, Any], config: RunConfig) -> list[str]:
     """How the definition of the run's arm differs now from the one that the run was made with."""
     then = facts.get("surgery", {}).get("config") or {}
-    now = json.loads(json.dumps(asdict(config.method.oelm(config.init_seed))))
+    try:
+        now = json.loads(json.dumps(asdict(config.method.oelm(config.init_seed))))
+    except ValueError as error:  # an arm that exists no more is no damage
+        return [str(error).partition(";")[0]]
     both = then.keys() & now.keys()  # fields that came later meant nothing then
     return differences({key: then[key] for key in both}, {key: now[key] for key in both})

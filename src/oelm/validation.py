@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
+
+LARGEST_YAML, MOST_VALUES, DEEPEST = 2**20, 100_000, 50  # bytes, values, levels
 
 
 def as_list(value: Any, annotation: Any) -> Any:
@@ -88,3 +92,38 @@ def section_of(parent: type[BaseModel], key: str) -> type[BaseModel] | None:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
+
+
+def one_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.+-]*", name) or len(name) > 200:
+        raise ValueError("it names a folder below runs_dir: use letters, digits, . _ + and - only, at most 200")
+    return name
+
+
+def plain_path(path: str) -> str:
+    """A path that a terminal shows as it is: no line breaks, no marks that turn the direction of writing."""
+    if odd := [letter for letter in path if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")]:
+        raise ValueError(f"holds the invisible character U+{ord(odd[0]):04X}; write the path without it")
+    return path
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain data: a tag that makes no sense, a list that holds itself, or nesting beyond reason is a ValueError."""
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        raise
+    except Exception as error:  # of a tag such as !!timestamp on a text that is none
+        raise ValueError(f"a value that does not fit its tag ({type(error).__name__})") from None
+    left = MOST_VALUES
+
+    def walk(value: Any, depth: int) -> None:
+        nonlocal left
+        left -= 1
+        if depth > DEEPEST or left < 0:
+            raise ValueError(f"more than {DEEPEST} levels or {MOST_VALUES:,} values; does an anchor refer to itself?")
+        for inner in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+            walk(inner, depth + 1)
+
+    walk(found, 0)
+    return found

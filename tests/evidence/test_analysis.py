@@ -39,8 +39,7 @@ def comparison(analysis, name):
 
 
 def edit(run_json, **changes):
-    facts = json.loads(run_json.read_text()) | changes
-    run_json.write_text(record_text(facts) if run_json.name == "run.json" else json.dumps(facts))
+    run_json.write_text(record_text(json.loads(run_json.read_text()) | changes))
 
 
 def test_verdicts_follow_the_truth_and_every_result_names_its_runs(tmp_path):
@@ -511,7 +510,7 @@ def test_runs_with_other_numbers_of_threads_and_added_seeds_are_warned_about(tmp
     path = next((tmp_path / "s").glob("oelm-q-*/run.json"))
     record = json.loads(path.read_text())
     record["environment"]["threads"] = 4
-    path.write_text(json.dumps(record))
+    path.write_text(record_text(record))
     assert "The runs had 1 or 4 CPU threads" in warnings(tmp_path / "s")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from oelm.record import Run, write_predictions
 from oelm.study.plan import StudyConfig, choose, comparison_runs, search_runs
+from oelm.study.watch import study_text
 
 COST = {"baseline": 0.0, "oelm": 0.012, "oelm-random": 0.094, "oelm-q": 0.034}  # true difference in nats
 FROZEN = {"baseline": 0, "oelm": 131_072, "oelm-random": 131_072, "oelm-q": 65_536}
@@ -30,7 +31,7 @@ def fake_study(
         "lr": {"grid": [1e-3, 2e-3, 4e-3]} if search else None, **fields,
     })  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "study.json").write_text(study.model_dump_json(indent=1))
+    (folder / "study.json").write_text(study_text(study))
     results = {cell.config.id: write_run(cell, noise, cost, step_seconds, examples) for cell in search_runs(study)}
     rates = {group: choice.best for group, choice in choose(study, results).items()}
     for cell in comparison_runs(study, rates):

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 import oelm.report.live
 from oelm.cli import app
-from oelm.integrity import sealed
-from oelm.record import claimed
+from oelm.record import claimed, record_text
 from oelm.report.html import browser_command, find_browser
 from oelm.report.live import serving, state
 
@@ -27,7 +26,7 @@ def study(tmp_path, monkeypatch):
     fake_study(folder, seeds=2, search=False)
     going, waiting = sorted(folder.glob("oelm-q-*"))
     record = json.loads((going / "run.json").read_text())
-    (going / "run.json").write_text(json.dumps(sealed(record | {"status": "running"})))
+    (going / "run.json").write_text(record_text(record | {"status": "running"}))
     lines = (going / "metrics.jsonl").read_text().splitlines(keepends=True)
     (going / "metrics.jsonl").write_text("".join(lines[:12]))
     (waiting / "run.json").unlink()

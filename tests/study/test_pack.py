@@ -11,7 +11,7 @@ from oelm.record import claimed
 from oelm.report.check import check_report
 from oelm.report.html import write_report
 from oelm.study.pack import opened, pack, page_of, unpack
-from oelm.study.watch import read_study
+from oelm.study.watch import begin, read_study
 
 
 @pytest.fixture
@@ -76,9 +76,11 @@ def test_what_still_runs_is_not_packed_and_a_changed_design_is_found(packed, tmp
     run = next((tmp_path / "s").glob("*/run.json")).parent
     with claimed(run), pytest.raises(ValueError, match="is running"):
         pack(tmp_path / "s", tmp_path / "x.tar.xz")
-    (tmp_path / "s" / "design.sha256").write_text("0" * 64 + "\n")
-    with pytest.raises(ValueError, match="is not the design that the study began with"):
-        read_study(tmp_path / "s")
+    begin(read_study(tmp_path / "s").model_copy(update={"name": "t"}).at(tmp_path / "t"))
+    path = tmp_path / "t" / "study.json"
+    path.write_text(path.read_text().replace("1.05", "1.06"))
+    with pytest.raises(ValueError, match="does not match its own checksum"):
+        read_study(tmp_path / "t")
 
 
 def test_an_arm_of_another_study_can_be_the_reference(tmp_path):

@@ -47,6 +47,8 @@ def main() -> NoReturn:
         code = end.code
     except (ValueError, OSError) as error:
         code = _say(" ".join(str(error).split()))
+    except MemoryError:
+        code = _say("out of memory; take a smaller model, batch or context")
     except KeyboardInterrupt:
         _say("interrupted")
         code = 130

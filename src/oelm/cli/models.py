@@ -82,7 +82,7 @@ def list_everything(
 def inspect(
     model: Annotated[str, typer.Argument(help="preset, Hugging Face name, local folder or architecture")],
     words: Words = None,
-    labels: Annotated[int | None, typer.Option(help="classes of a classification head", min=1)] = None,
+    labels: Annotated[int | None, typer.Option(help="classes of a classification head", min=1, max=2**20)] = None,
     context: Annotated[int | None, typer.Option(help="tokens per sequence for the FLOP ceiling", min=1)] = None,
     trust: Trust = False,
     form: Format = "text",

@@ -92,7 +92,7 @@ def sample(
     prompt: Annotated[list[str] | None, typer.Option(help="text to go on from; may be given several times")] = None,
     tokens: Annotated[int, typer.Option(help="how many tokens to add", min=1)] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time", min=0.0)] = 0.8,
-    seed: Annotated[int, typer.Option(help="of the random choice of tokens")] = 0,
+    seed: Annotated[int, typer.Option(help="of the random choice of tokens", min=0, max=2**63 - 1)] = 0,
     trust: Trust = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="also write as JSON; a report shows FOLDER/samples.json")

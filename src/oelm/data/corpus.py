@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from oelm.data import recall
+from oelm.integrity import parse_json
 
 Split = Literal["train", "val", "test"]
 Texts = Iterator[tuple[str, float]]  # each with the fraction of its source read so far
 
 EOT = "<|endoftext|>"
+LONGEST_LINE = 2**26  # bytes (characters of a task's file) of a line
 LONGEST = 2**16  # characters after which undivided text is cut at the next blank line
 TEXT, JSONL, PARQUET = (".txt", ".text", ".tokens", ".raw"), (".jsonl", ".ndjson"), (".parquet",)
 VAL, TEST = {"val", "valid", "validation", "dev"}, {"test"}
@@ -347,12 +349,22 @@ def split_text(chunks: Texts) -> Texts:
         yield piece.strip("\n"), done
 
 
+def limited(path: Path, lines: IO[Any]) -> Iterator[tuple[int, Any]]:
+    """The lines with their numbers; one too long for memory, as a small .xz can hold, is an error."""
+    number = 0
+    while line := lines.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"{path}, line {number}: is longer than {LONGEST_LINE:,}; split it into several texts")
+        yield number, line
+
+
 def _jsonl(path: Path, lines: IO[bytes]) -> Texts:
     offset = 0
-    for number, line in enumerate(lines, 1):
+    for number, line in limited(path, lines):
         if line.strip():
             try:
-                record = json.loads(line.decode())
+                record = parse_json(line)
                 text = record.get("text") if isinstance(record, dict) else None
                 if not isinstance(text, str):
                     present = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -360,7 +372,9 @@ def _jsonl(path: Path, lines: IO[bytes]) -> Texts:
                 text.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
             except UnicodeDecodeError as error:
                 raise _bad_bytes(path, offset + error.start) from error
-            except (json.JSONDecodeError, UnicodeEncodeError) as error:
+            except ValueError as error:
+                if str(error).startswith(str(path)):
+                    raise
                 raise ValueError(f"{path}, line {number}: not a JSON text ({error})") from error
             yield text, 0.0
         offset += len(line)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import lzma
 import re
-import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -21,6 +21,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from ..config import TaskConfig
+from ..integrity import parse_json
+from .corpus import LONGEST_LINE, limited
 
 KINDS = (".tsv", ".csv", ".jsonl", ".ndjson", ".parquet")
 SPLIT_WORDS = {"train": {"train"}, "validation": {"dev", "val", "valid", "validation"}, "test": {"test"}}
@@ -239,7 +241,7 @@ def _rows(path: Path, header: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
             yield from _numbered(_parquet(path))
         else:
             yield from _text_rows(path, kind, header)
-    except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile, csv.Error) as error:
+    except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, csv.Error) as error:
         raise ValueError(f"{path}: damaged, or not a {kind} file ({error})") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
@@ -270,11 +272,11 @@ def _text_rows(path: Path, kind: str, header: tuple[str, ...]) -> Iterator[tuple
     openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
     with openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="") as file:
         if kind in (".jsonl", ".ndjson"):
-            for number, line in enumerate(file, 1):
+            for number, line in limited(path, file):
                 try:
-                    row = json.loads(line) if line.strip() else None
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}: line {number}: not JSON ({error.msg})") from None
+                    row = parse_json(line) if line.strip() else None
+                except ValueError as error:
+                    raise ValueError(f"{path}: line {number}: not JSON ({error})") from None
                 if row is not None and not isinstance(row, dict):
                     raise ValueError(f"{path}: line {number} holds no object")
                 if row is not None:
@@ -284,9 +286,9 @@ def _text_rows(path: Path, kind: str, header: tuple[str, ...]) -> Iterator[tuple
 
 
 def _table_rows(path: Path, file: IO[str], kind: str, header: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(LONGEST_LINE)
     plain: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}  # quotation marks in .tsv files are text
-    lines = csv.reader(file, **plain if kind == ".tsv" else {})
+    lines = csv.reader((line for _, line in limited(path, file)), **plain if kind == ".tsv" else {})
     first = next(lines, [])
     columns = list(header) if header and kind == ".tsv" and len(first) == len(header) else first
     if columns is not first:
@@ -321,7 +323,13 @@ def _labelled(
         texts = tuple(row.get(column) for column in layout.text)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{source}: {place}: {' or '.join(layout.text)} is not text")
+        if any(_broken(text) for text in texts):
+            raise ValueError(f"{source}: {place}: half a surrogate pair, which no tokenizer takes; mend the text")
         yield texts, values[label]  # type: ignore[misc]
+
+
+def _broken(text: Any) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _spellings(known: Known, layout: Layout) -> dict[str, int]:

@@ -28,6 +28,7 @@ from oelm.integrity import SEAL, file_sha256, read_object, remembered_sha256, se
 FORMAT = 1
 GPT2 = ("openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e")
 ENDS = (EOT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # the end-of-text token is the first of these found
+LARGEST = 2**20  # tokens of a BPE that is trained here
 BPE_SAMPLE = 2**25  # characters a BPE is trained on, at most
 BATCH = 2**18  # characters a thread encodes at a time: many a call, yet few enough to share out evenly
 
@@ -273,8 +274,8 @@ def load_tokenizer(spec: str, corpus: Corpus) -> Tokenizer:
     """The tokenizer `bytes`, `bpe:<size>` (trained on the corpus), `gpt2`, `gpt2:<path>` or `<path>`."""
     if spec == "bytes" or spec.startswith("bpe:"):
         size = 257 if spec == "bytes" else int(spec[4:]) if spec[4:].isdecimal() else 0
-        if size < 257:
-            raise ValueError(f"data.tokenizer={spec}: 256 bytes and end-of-text need a size of 257 or more")
+        if not 257 <= size <= LARGEST:
+            raise ValueError(f"data.tokenizer={spec}: a size from 257 (256 bytes and end-of-text) to {LARGEST:,}")
         coder, alphabet = _byte_level(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[EOT], initial_alphabet=alphabet)
         trainer.show_progress = False

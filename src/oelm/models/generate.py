@@ -16,6 +16,8 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     if "ForSequenceClassification" in str(saved_kind(folder)):
         run = folder.parent if folder.name == "best" else folder
         raise ValueError(f"{run}: is a classifier, which writes no text; say oelm predict {run} --text ...")
+    if temperature and not 1e-3 <= temperature <= 1e3:
+        raise ValueError(f"--temperature: {temperature:g} would divide beyond what a number holds; 0, or 0.001 to 1000")
     model = load_causal(folder)
     with loading(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable
 
 from ..evidence.analysis import Analysis
@@ -25,15 +26,18 @@ def sentence(clauses: Iterable[Clause]) -> str:
 
 
 def markdown(content: Content) -> str:
-    lines = [f"# {content.question}", "", f"**{sentence(content.headline)}**", ""]
-    lines += [f"- {plain(number)} {label}" for number, label in content.facts]
+    lines = [f"# {_marked(content.question)}", "", f"**{_marked(sentence(content.headline))}**", ""]
+    lines += [f"- {plain(number)} {_marked(label)}" for number, label in content.facts]
     if content.notices:
-        lines += ["", *(f"> {'**Warning.** ' if n.weight == 'warning' else ''}{n.text}\n>" for n in content.notices)]
+        lines += [
+            "",
+            *(f"> {'**Warning.** ' if n.weight == 'warning' else ''}{_marked(n.text)}\n>" for n in content.notices),
+        ]
     for table in _tables(content):
-        lines += ["", f"## {table.title or 'Arms'}", "", *_markdown_table(table)]
-    lines += ["", "## How it was decided", "", *(f"- {line}" for line in content.rule), "", "## Where it ran"]
+        lines += ["", f"## {_marked(table.title or 'Arms')}", "", *_markdown_table(table)]
+    lines += ["", "## How it was decided", "", *(f"- {_marked(line)}" for line in content.rule), "", "## Where it ran"]
     for environment in content.environments:
-        lines += ["", *(f"- {name}: {text}" for name, text in environment)]
+        lines += ["", *(f"- {name}: {_marked(text)}" for name, text in environment)]
     return "\n".join([*lines, "", "## Runs", "", *_markdown_table(content.runs), ""])
 
 
@@ -43,12 +47,18 @@ def _tables(content: Content) -> list[Table]:
 
 def _markdown_table(table: Table) -> list[str]:
     def row(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(map(_marked, cells)) + " |"
 
     ruled = ["---:" if _is_number(table, i) else "---" for i in range(len(table.columns))]
-    lines = [row(title for title, _ in table.columns), row(ruled)]
+    lines = [row(title for title, _ in table.columns), "| " + " | ".join(ruled) + " |"]
     lines += [row(_joined(cell) for cell in cells) for cells in table.rows]
-    return lines + (["", table.note] if table.note else [])
+    return lines + (["", _marked(table.note)] if table.note else [])
+
+
+def _marked(text: str) -> str:
+    """Text that Markdown shows as it is: no tags, no links, no emphasis of its own."""
+    text = re.sub(r"[\\`*<|]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]|&(?=[#\w]+;)", r"\\\g<0>", " ".join(text.split()))
+    return text.replace("\\<", "&lt;").replace("\\&", "&amp;")
 
 
 def as_json(content: Content) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -20,6 +21,7 @@ from typing import Any
 from ..config import RunConfig
 from ..integrity import TRUST, trusts_remote_code
 from ..record import claimed, is_claimed, record_text
+from .execute import handling, leave
 from .gpus import give
 from .plan import Cell, Execution
 from .watch import look, unsettled
@@ -57,6 +59,9 @@ def run_on_ray(
     tokens = _tokens_so_far(cells)
     waiting, elsewhere, flying = deque(queue), list[Cell](), dict[Any, tuple[Cell, ExitStack]]()
     done = len(cells) - len(queue)
+    handlers = ExitStack()  # after Ray has begun, whose own handler dumps a stack
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        handlers.enter_context(handling(number, leave))
     try:
         while waiting or elsewhere or flying:
             free = [cell for cell in elsewhere if not is_claimed(cell.folder)]
@@ -99,6 +104,7 @@ def run_on_ray(
             ray.cancel(ref, force=True)
             claim.close()
         ray.shutdown()
+        handlers.close()
     return problems
 
 

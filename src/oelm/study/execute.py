@@ -82,7 +82,7 @@ def run_local(
     """
     launcher = _Launcher(cells, execution, say, tick, gpus or gpu_memory, ready)
     if launcher.queue:
-        with _handling(signal.SIGTERM, _leave), _handling(signal.SIGHUP, _leave):
+        with handling(signal.SIGTERM, leave), handling(signal.SIGHUP, leave):
             launcher.run()
     return launcher.problems
 
@@ -311,16 +311,16 @@ def _end_with_the_launcher() -> None:
 def _start_forkserver() -> None:
     """A server that has imported the training and forks a child for each run. Ctrl-C is none of its business."""
     multiprocessing.set_forkserver_preload(["oelm.training.run", "oelm.study.execute"])
-    with _handling(signal.SIGINT, signal.SIG_IGN):  # inherited
+    with handling(signal.SIGINT, signal.SIG_IGN):  # inherited
         multiprocessing.forkserver.ensure_running()
 
 
-def _leave(number: int, frame: object) -> NoReturn:
+def leave(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
 @contextmanager
-def _handling(number: int, action: Any) -> Iterator[None]:
+def handling(number: int, action: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

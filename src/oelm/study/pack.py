@@ -20,11 +20,10 @@ from pathlib import Path
 
 from ..integrity import parse_json, seal_holds, sealed
 from ..record import is_claimed, read_run, write_bytes_atomically
-from .watch import DESIGN
 
 SUFFIX = ".tar.xz"
 MANIFEST = "manifest.json"
-BESIDE = ("study.json", DESIGN, "bench.json", "probe.json", "samples.json")
+BESIDE = ("study.json", "bench.json", "probe.json", "samples.json")
 RECORD = ("run.json", "metrics.jsonl", "timing_stats.json", "predictions.json")
 LARGEST = 2**31  # bytes of an unpacked study: more is no study
 

@@ -89,7 +89,8 @@ class StudyConfig(Section):
     @classmethod
     def _names_alone(cls, arms: Any) -> Any:
         """`arms: [baseline, oelm]` needs no overrides."""
-        return {name: {} for name in arms} if isinstance(arms, list) else arms
+        names = isinstance(arms, list) and all(isinstance(name, str) for name in arms)
+        return {name: {} for name in arms} if names else arms
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from ..integrity import SEAL, read_object, seal_holds, sealed
 from ..record import differences, evaluations, is_claimed, read_metrics, read_run, sweep, write_atomically
 from ..validation import validation_line
 from .plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
@@ -28,7 +29,6 @@ COLUMNS = {
 }  # fmt: skip
 STATUSES = {"running": "cyan", "failed": "red", "damaged": "red", "interrupted": "yellow", "stopped": "yellow",
             "waiting": "", "finished": "green"}  # fmt: skip
-DESIGN = "design.sha256"  # of study.json as the study began
 OVER = ("finished", "failed", "damaged")
 
 
@@ -54,9 +54,12 @@ def _begin(study: StudyConfig, path: Path) -> None:
             )
         if study.extension == before.extension:
             return
-    text = study.model_dump_json(indent=1, exclude={"cpu"}) + "\n"
-    write_atomically(path, text)
-    write_atomically(study.folder / DESIGN, hashlib.sha256(text.encode()).hexdigest() + "\n")
+    write_atomically(path, study_text(study))
+
+
+def study_text(study: StudyConfig) -> str:
+    """study.json, with a checksum of itself: a margin that changes by a bit is another study."""
+    return json.dumps(sealed(study.model_dump(mode="json", exclude={"cpu"})), indent=1) + "\n"
 
 
 def _has_run(folder: Path) -> bool:
@@ -69,13 +72,15 @@ def read_study(folder: Path) -> StudyConfig:
     path = folder / "study.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: no study.json there, so not a study folder")
-    content, mark = path.read_bytes(), folder / DESIGN
-    if mark.is_file() and mark.read_text().strip() != hashlib.sha256(content).hexdigest():
-        raise ValueError(f"{path}: is not the design that the study began with ({DESIGN} differs); restore the file")
     try:
-        found = StudyConfig.model_validate_json(content)
+        facts = read_object(path)
+        if SEAL in facts and not seal_holds(facts):  # old ones have none
+            raise ValueError("study.json does not match its own checksum; restore it from the study file")
+        found = StudyConfig.model_validate({key: value for key, value in facts.items() if key != SEAL})
     except ValidationError as error:
         raise ValueError(validation_line(error, StudyConfig, str(path))) from None
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     return found.at(folder)
 
 

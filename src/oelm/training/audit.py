@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 from ..config import RunConfig, parse_config
 from ..consistency import check_record
 from ..data.batches import Tokens
-from ..integrity import META, SEAL
+from ..integrity import META, SEAL, check_folder
 from ..method.frames import ORTHONORMAL
 from ..method.recovery import Recovered
 from ..method.schedule import change_state, follow_schedule
@@ -97,6 +99,9 @@ def audit(folder: Path) -> list[str]:
 
     if not config.task:
         done.append(_measured_again(folder, record, config, min(evaluations(metrics), key=lambda line: line["loss"])))
+    if (folder / "previous").is_dir():
+        with _damage(folder / "previous"):
+            check_folder(folder / "previous")
     totals = record.get("totals", {})
     if record["status"] == "finished":
         for name, split in read_predictions(folder)["splits"].items() if config.task else []:
@@ -131,6 +136,14 @@ def _measured_again(folder: Path, record: dict[str, Any], config: RunConfig, sai
             f"the record says {said['few_loss']:.4f}"
         )
     return f"best: its loss on {FEW} windows of the validation is {found:.4f} again"
+
+
+@contextmanager
+def _damage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{folder}: damaged checkpoint ({error})") from None
 
 
 def _refuse(text: str) -> None:
