@@ -16,7 +16,8 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 from numpy.typing import ArrayLike, NDArray
 
-Decision = Literal["superior", "non-inferior", "inferior", "inconclusive", "too few seeds"]
+WORSE = "worse, margin undecided"
+Decision = Literal["superior", "non-inferior", "inferior", "worse, margin undecided", "inconclusive", "too few seeds"]
 _ENUMERATED = 20  # pairs: up to 2**20 sign flips are tried one and all, beyond that they are drawn
 
 

@@ -12,7 +12,9 @@ import pytest
 from report.fake_study import COST, fake_study
 
 from oelm import stats
+from oelm.config import load_config
 from oelm.evidence.analysis import Arm, Setting, _decided, analyse
+from oelm.evidence.start import start_of
 from oelm.integrity import content_id
 from oelm.record import record_text
 from oelm.report.answers import answers_table
@@ -192,7 +194,7 @@ def test_where_a_gpu_waits_for_the_host_more_than_the_ceiling_can_be_saved(tmp_p
     arms = {"baseline": {"median_step": 0.02, "ratio": 1.0, "ceiling": 0.0},
             "oelm": {"median_step": 0.01, "ratio": 0.5, "interval": [0.49, 0.51], "ceiling": 0.048,
                      "most_saved": most}}  # fmt: skip
-    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms}))
+    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms, "shape": SHAPE}))
     assert analyse(tmp_path / "s").savings()[0].standing == standing
 
 
@@ -597,3 +599,26 @@ def test_text_of_each_arm_stands_on_the_page_at_the_same_prompts(tmp_path):
     (tmp_path / "s" / "samples.json").write_text("{}")
     with pytest.raises(ValueError, match="samples.json: tokens: field required; write it with `oelm sample"):
         analyse(tmp_path / "s")
+
+
+def test_surely_worse_but_not_surely_beyond_the_margin_has_a_name_of_its_own(tmp_path):
+    fake_study(tmp_path / "s", search=False, noise=0.012, cost={"baseline": 0.0, "oelm": 0.045})
+    found = comparison(analyse(tmp_path / "s"), "oelm")
+    assert found.paired.t.low > 0
+    assert found.paired.t.low < math.log(1.05) < found.paired.t.high
+    assert found.verdict.decision == "worse, margin undecided"
+
+
+@pytest.mark.parametrize(
+    ("arm", "words", "start"),
+    [
+        ("baseline", [], "random weights with std 0.02, trained"),
+        ("baseline", ["model.init_std=width"], "random weights with std 1/sqrt(width), trained"),
+        ("oelm-trainable", [], "headwise frames of gain 1, trained"),
+        ("oelm-q", [], "queries headwise frames of gain 1, frozen; keys random weights with std 0.02, trained"),
+        ("baseline", ["model.qk_norm=true"], "random weights with std 0.02, trained, normalised (qk_norm)"),
+        ("oelm-keep", ["task=sst2"], "pretrained weights, frozen"),
+    ],
+)
+def test_a_start_is_said_in_words(arm, words, start):
+    assert start_of(load_config(None, [f"method={arm}", *words])) == start

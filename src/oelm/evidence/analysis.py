@@ -344,6 +344,8 @@ def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, 
         verdict = stats.verdict(replace(result, t=margin_t), limit)
         if verdict.decision in ("superior", "non-inferior") and zero_t:
             verdict = replace(verdict, decision="superior" if zero_t.high < 0 else "non-inferior")
+        if verdict.decision == "inconclusive" and zero_t and zero_t.low > 0:
+            verdict = replace(verdict, decision="worse, margin undecided")
         ids = tuple(side.id for pair in both for side in pair)
         seeds = tuple(run.seed for run, _ in both)
         found = Comparison(

@@ -21,8 +21,8 @@ def answers_table(analysis: Analysis) -> Table | None:
         ("Accuracy", f"mean over seeds; below its {percent} Wilson interval, the sampling error of so many examples"),
         ("Majority", "share of the most frequent label: the accuracy of always giving it"),
         ("Over seeds", "lowest and highest accuracy"),
-        ("Only arm right", "answers, over all paired seeds, that the arm got right and the baseline wrong"),
-        ("Only baseline right", "answers that the baseline got right and the arm wrong"),
+        ("Only arm right", "answers, over all paired seeds, that the arm got right and the reference wrong"),
+        ("Only reference right", "answers that the reference got right and the arm wrong"),
         ("p(same answers)", "McNemar, pooled over paired seeds, an example's answers flipped together; uncorrected"),
     )  # fmt: skip
     note = (

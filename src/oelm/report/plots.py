@@ -97,7 +97,7 @@ def _forest(analysis: Analysis, setting: Setting) -> Figure | None:
             side = "center" if not near else "right" if at < other else "left"
             axes.annotate(text, (at, -0.72), xytext=(0, 3), textcoords="offset points", fontsize=7.5, ha=side,
                           color=MUTED)  # fmt: skip
-        axes.set_xlabel("perplexity ÷ baseline's" if loss else "accuracy − baseline's (points)")
+        axes.set_xlabel("perplexity ÷ reference's" if loss else "accuracy − reference's (points)")
 
     labels = [arm.name for arm, *_ in rows]
     data = [(arm.name, *row) for arm, *row in rows]
@@ -169,7 +169,7 @@ def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
             ends += [float(low[late].min()), float(high[late].max())]
         pad = 0.06 * (max(ends) - min(ends))
         axes.set_ylim(min(ends) - pad, max(ends) + pad)
-        _label(axes, "step", "loss − baseline's (nats)")
+        _label(axes, "step", "loss − reference's (nats)")
 
     data = [(arm.name, arm.ids, training.mean(axis=0).tolist()) for arm, _, training, *_ in lines]
     dashed = " Dashed: the margin." if loss else ""
@@ -301,7 +301,7 @@ def _savings(analysis: Analysis, where: str) -> Figure:
         axes.spines["left"].set_visible(False)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol="%"))
         axes.margins(x=0.12)
-        axes.set_xlabel("step time saved against the baseline")
+        axes.set_xlabel("step time saved against the reference")
 
     data = [(r.arm, r.where, r.saving, r.interval, r.ceiling) for r in rows]
     caption = "Thick mark: the ceiling, all that the freeze's arithmetic can save. " + (
