@@ -20,7 +20,7 @@ SIGNS = {
 }
 SAID = {
     "superior": "Better than the reference", "non-inferior": "Within the margin", "inferior": "Beyond the margin",
-    stats.WORSE: "Worse, but by the margin or not is undecided", "inconclusive": "Inconclusive",
+    stats.WORSE: "Worse, margin undecided", "inconclusive": "Inconclusive",
     "too few seeds": "Too few seeds",
 }  # fmt: skip
 
