@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup study test test-all faults lint docs bench clean
+.PHONY: help setup study test test-all sweep faults lint docs bench bench-gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -15,6 +15,7 @@ setup: $(VENV)/.installed ## create .venv with pinned dependencies and oelm itse
 $(VENV)/.installed: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm  # its torchvision is CUDA's
 	touch $@
 
 # The study needs oelm alone; an environment that has the development tools too will do.
@@ -27,10 +28,13 @@ study: $(or $(wildcard $(VENV)/.installed),$(VENV)/.base) ## run the embedded st
 	$(VENV)/bin/oelm study run configs/quickstart.yaml
 
 test: setup lint ## lint, types and the quick tests
-	$(TEST) -m "not slow and not faults"
+	$(TEST) -m "not slow and not sweep and not faults"
 
 test-all: setup lint ## the same with the heavy proofs (killed processes, DDP, torch.compile)
-	$(TEST)
+	$(TEST) -m "not sweep"
+
+sweep: setup ## every model class of transformers, built tiny and operated on (an hour); counts go to docs/sweep.md
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/sweep $(PY) tests/sweep/table.py -o docs/sweep.md
 
 HOURS := 1
 faults: setup ## kills, damage and fuzzing for HOURS=1; the counts go to docs/reliability.md
@@ -51,6 +55,10 @@ bench: setup ## speed and memory, on a quiet machine; results go to benchmarks/r
 	$(PY) benchmarks/finetune.py
 	$(PY) benchmarks/relative.py
 	$(PY) benchmarks/loss.py
+	$(PY) benchmarks/growth.py
+
+bench-gpu: setup ## the table of step times for a machine with a GPU
+	$(PY) benchmarks/gpu.py
 
 clean: ## remove the environment and caches (runs and data stay)
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import yaml
 
+from oelm.evidence.analysis import analyse
 from oelm.record import read_metrics, read_run, timing_stats
-from oelm.report.analysis import analyse
 from oelm.report.content import content
 from oelm.study.execute import run_study
 from oelm.study.plan import load_study

@@ -27,9 +27,8 @@ def save(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
-def publish(name: str, text: str) -> None:
-    """Puts the text, with date and machine, between this name's two marks in benchmarks/README.md."""
-    path = Path(__file__).parent / "README.md"
+def publish(name: str, text: str, path: Path = Path(__file__).parent / "README.md") -> None:
+    """Puts the text, with date and machine, between this name's two marks in a page."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     before, found, rest = path.read_text().partition(begin)
     if not found or end not in rest:

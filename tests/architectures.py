@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from timm_alone import import_timm
 from torch import Tensor, nn
 
 from oelm.models.gpt import GPT, GPTConfig
@@ -59,28 +60,6 @@ def _causal(model: type, config: object, projections: int = 2 * L) -> Architectu
 
 def _classifier(model: type, config: object, projections: int = 2 * L) -> Architecture:
     return Architecture(lambda: model(config), _lm_outputs, _cls_loss, projections)
-
-
-class TimmAttention(nn.Module):
-    """Fused `qkv` in timm's order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = H, D // H
-        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, H, D // H).permute(2, 0, 3, 1, 4)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class TimmLike(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(TimmAttention() for _ in range(L)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
 
 
 class Mixed(nn.Module):
@@ -260,8 +239,15 @@ BATTERY: dict[str, Architecture] = {
     "transformer-encoder": _plain(
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, FF, dropout=0.0, batch_first=True), L)
     ),
-    "timm": _plain(TimmLike),
 }
+if timm := import_timm():
+    BATTERY["timm"] = Architecture(
+        lambda: timm.models.VisionTransformer(32, 8, num_classes=2, embed_dim=D, depth=L, num_heads=H, mlp_ratio=2.0),
+        lambda m: m(_pixels()),
+        lambda m: F.cross_entropy(m(_pixels()), torch.tensor([0, 1])),
+        2 * L,
+        saves=False,
+    )
 
 
 def build(name: str) -> nn.Module:

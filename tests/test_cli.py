@@ -16,6 +16,7 @@ from oelm.config import load_config
 from oelm.record import Run
 
 VERBS = ["ls", "inspect", "prepare", "train", "sample", "predict", "verify", "probe", "compare", "clean", "report"]
+VERBS += ["export", "eval"]
 
 
 def run(*words):

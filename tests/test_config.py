@@ -6,6 +6,7 @@ from test_ground import ROOT
 from oelm.config import RunConfig, load_config
 from oelm.models.presets import PRESETS
 from oelm.settings import settings
+from oelm.study.pack import opened
 from oelm.study.plan import StudyConfig, search_runs
 from oelm.study.watch import read_study
 
@@ -153,7 +154,7 @@ def test_a_default_run_spends_less_than_two_percent_of_its_arithmetic_on_validat
 @pytest.mark.parametrize("study", ["encoder-sst2", "arms-tinystories", "probe-recall"])
 def test_published_runs_keep_their_ids(study):
     """A default that changes must not change what the runs already made are called."""
-    folder = ROOT / "results" / study
+    folder = opened(ROOT / "results" / f"{study}.tar.xz")
     ids = {path.name.rpartition("-")[2] for path in folder.iterdir() if path.is_dir()}
     planned = search_runs(read_study(folder))
     assert planned

@@ -1,5 +1,6 @@
 """What the documents say is true: links lead somewhere, numbers come from records, translations agree, scripts run."""
 
+import math
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 import oelm
-from oelm.report.analysis import analyse
+from oelm.evidence.analysis import analyse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -39,15 +40,22 @@ def test_every_link_leads_somewhere(path):
 
 
 def test_the_table_of_results_is_what_the_records_say():
-    done = subprocess.run([sys.executable, ROOT / "results/looks.py"], capture_output=True, text=True, check=True)
-    measured = dict(re.findall(r"^(\S+) +([\d.]+ \[[\d., ]+\])$", done.stdout.partition("\n\n")[0], re.MULTILINE))
+    repairs = ROOT / "results" / "repairs-tinystories.tar.xz"
+    looks = (
+        analyse(repairs, "oelm-trainable"),
+        analyse(ROOT / "results" / "arms-tinystories.tar.xz", f"{repairs}:oelm-trainable"),
+    )
+    measured = {}
+    for _, arm, found in [row for look in looks for row in look.comparisons()]:
+        ratio, low, high = (math.exp(value) for value in (found.paired.mean, *found.paired.t))
+        measured[arm.name] = f"{ratio:.3f} [{low:.3f}, {high:.3f}]"
     shown = dict(re.findall(r"^\| `([\w-]+)` \|.*\| ([\d.]+ \[[\d., ]+\]) \|$", README, re.MULTILINE))
     assert len(shown) == 8
     assert shown == {arm: measured[arm] for arm in shown}
 
 
 def test_the_learning_rates_at_an_edge_are_counted():
-    arms = [arm for path in ROOT.glob("results/*/study.json") for s in analyse(path.parent).settings for arm in s.arms]
+    arms = [arm for path in ROOT.glob("results/*.tar.xz") for s in analyse(path).settings for arm in s.arms]
     searches = [arm.search for arm in arms if arm.search]
     edges = sum(search.choice.edge is not None for search in searches)
     assert f"{edges} of {len(searches)} chosen learning rates lie at an edge" in " ".join(README.split())
@@ -91,3 +99,11 @@ def test_a_tutorial_runs(name):
 def test_every_tutorial_stands_in_the_documents():
     text = (ROOT / "docs" / "tutorials.md").read_text()
     assert set(re.findall(r'"examples/(\w+)\.py"', text)) == {path.stem for path in ROOT.glob("examples/*.py")}
+
+
+def test_the_example_of_an_own_model_runs():
+    code = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "docs" / "your-model.md").read_text(), re.DOTALL)[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("headwise") == 2
+    assert "4 x 8 of 32 fused" in done.stdout

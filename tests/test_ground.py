@@ -18,6 +18,7 @@ ROOMS = [
     "validation",
     "config",
     "settings",
+    "stats",
     "runtime",
     "record",
     "consistency",
@@ -28,8 +29,11 @@ ROOMS = [
     "inspection",
     "training",
     "study",
+    "evidence",
     "probe",
     "report",
+    "export",
+    "harness",
     "cli",
 ]
 

@@ -38,6 +38,31 @@ def write_encoder(folder: Path, vocab: int = 0, **shape: float) -> Path:
     return folder
 
 
+def write_causal(folder: Path, kind: str, vocab: int = 60) -> Path:
+    """A tiny GPT-2 or Llama with random weights and its own tokenizer, as a Hugging Face folder."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ["<|endoftext|>", "[UNK]", *WORDS, *(f"w{i}" for i in range(vocab))][:vocab]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    sizes = {
+        "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+        "llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+                  "num_key_value_heads": 1, "max_position_embeddings": 32},
+    }  # fmt: skip
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, vocab_size=vocab, **sizes[kind], **ends)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 def write_task(folder: Path, rows: int = 80) -> Path:
     """SST-2's layout: a sentence is positive when it says good or fine."""
     folder.mkdir(parents=True, exist_ok=True)

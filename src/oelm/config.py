@@ -75,9 +75,10 @@ Place = Annotated[str, AfterValidator(plain_path)]
 
 
 class ModelConfig(Section):
-    """Which model. Shape fields left out come from the preset; they apply to our GPT only."""
+    """Which model. Shape fields left out come from the preset; but for `context` they apply to our GPT only."""
 
-    name: str = "small"  # a preset of ours, a Hugging Face name, or a folder with config.json
+    name: str = "small"  # a preset of ours, a Hugging Face name or architecture, or a folder with config.json
+    pretrained: bool | None = None  # a Hugging Face model begins with weights (left out: if it has some) or at random
     n_layer: int | None = Field(None, gt=0, le=10_000)  # number of layers
     n_head: int | None = Field(None, gt=0, le=WIDEST)  # attention heads of a layer
     d_model: int | None = Field(None, gt=0, le=WIDEST)  # width of the residual stream
@@ -101,7 +102,7 @@ class MethodConfig(Section):
     freeze: str | list[str] | None = None
     bias: str | None = None
     layers_to_transform: int | list[int] | str | None = None
-    target_modules: str | list[str] | dict[str, str] | None = None
+    target_modules: str | list[str] | dict[str, str | int] | None = None
     exclude_modules: str | list[str] | None = None
     temperature: bool | None = None
     input_gains: bool | None = None
@@ -217,6 +218,8 @@ class SystemConfig(Section):
     checkpoint_seconds: float | None = Field(None, gt=0)  # seconds between checkpoints, besides
     keep: Literal["best", "last", "all"] = "best"  # a finished run's best model; and last/; and previous/
     log_every: int = Field(10, ge=1)  # steps between lines of metrics.jsonl
+    prefixes: str | None = None  # folder of first steps that runs of several lengths share; a study sets it
+    prefix_steps: list[int] = []  # steps after which such a state is worth keeping; a study sets them
     trackers: list[str] = []  # where to log besides: tensorboard, wandb, mlflow, ... as Accelerate knows them
 
 
@@ -267,8 +270,7 @@ class RunConfig(Section):
 
         Without what is not set, so that a field added later, left at None, changes no id of a run already made.
         """
-        place = ("name", "out", "system")
-        return _what_is_set(self, {key: value for key, value in self.to_record().items() if key not in place})
+        return _what_is_set(self, {k: v for k, v in self.to_record().items() if k not in ("name", "out", "system")})
 
     @property
     def source(self) -> str:

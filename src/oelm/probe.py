@@ -23,7 +23,7 @@ from .data import recall
 from .data.batches import Tokens, val_batches
 from .models.build import load_causal
 from .record import read_run
-from .study.stats import Spread, seed_spread
+from .stats import Spread, seed_spread
 from .study.watch import planned, read_study
 
 ANSWERS = 2000  # asked of a model for each kind of puzzle; a share of them is then known to about two points

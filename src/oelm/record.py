@@ -1,8 +1,9 @@
 """Sole owner of the run folder's format: who writes a run writes through here, who reads one reads through here.
 
 run.json           what the run is and how it stands: config, environment, surgery, totals, error
-metrics.jsonl      one object a line: train (losses and seconds of some steps), eval, checkpoint, resume, and
-                   freeze (from this step on, a schedule has frozen or freed these projections)
+metrics.jsonl      one object a line: train (losses and seconds of some steps), eval, checkpoint, resume, freeze (from
+                   this step on, a schedule has frozen or freed these projections), and branch (all lines before it
+                   were written by another run, which took these steps for this one too)
 training.log       the same for people
 timing_stats.json  derived from metrics.jsonl when the run pauses or ends
 predictions.json   of a classifier: every example's label and answer, split by split, by the best model
@@ -30,11 +31,12 @@ from filelock import FileLock, Timeout
 from .config import RunConfig
 from .integrity import SEAL, file_sha256, parse_json, seal_holds, sealed
 
+METRICS = "metrics.jsonl"
 CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
 MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve would be of two things
 STATUSES = ("running", "stopped", "finished", "failed")
-KINDS = ("train", "eval", "checkpoint", "resume", "freeze")  # of a line of metrics.jsonl
+KINDS = ("train", "eval", "checkpoint", "resume", "freeze", "branch")  # of a line of metrics.jsonl
 FINISHED = ("metrics.jsonl", "predictions.json", "timing_stats.json")  # of a finished run, with checksums in run.json
 PHASES = ("data", "forward", "backward", "optimizer")
 ANSWERS = ("labels", "predicted")
@@ -46,10 +48,14 @@ _FOLLOWS_A_CHECKPOINT = re.compile(
 
 def write_atomically(path: Path, text: str) -> None:
     """The file is either the old one or the new one, whatever happens in between."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with _naming(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with _naming(path), temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -362,6 +368,9 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 def arm_changes(facts: dict[str, Any], config: RunConfig) -> list[str]:
     """How the definition of the run's arm differs now from the one that the run was made with."""
     then = facts.get("surgery", {}).get("config") or {}
-    now = json.loads(json.dumps(asdict(config.method.oelm(config.init_seed))))
+    try:
+        now = json.loads(json.dumps(asdict(config.method.oelm(config.init_seed))))
+    except ValueError as error:  # an arm that exists no more is no damage
+        return [str(error).partition(";")[0]]
     both = then.keys() & now.keys()  # fields that came later meant nothing then
     return differences({key: then[key] for key in both}, {key: now[key] for key in both})

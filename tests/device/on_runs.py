@@ -1,8 +1,10 @@
 """Whole runs on the device: training, evaluation, best model, checkpoints, resume; and every verb that touches one."""
 
+import importlib
 import json
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +18,10 @@ from oelm.models.build import load_causal
 from oelm.models.generate import generate
 from oelm.probe import Puzzles, probe_run, puzzle_scores, text_puzzles, text_scores
 from oelm.record import evaluations, losses, read_metrics, read_run
-from oelm.study.bench import bench_step
+from oelm.study.bench import Contender, bench_step, table
 from oelm.training import run as training
 from oelm.training.audit import audit
+from oelm.training.device import start_accelerator
 from oelm.training.loop import Stopper
 from oelm.training.rehearsal import rehearse, step_speed
 from oelm.training.run import run_training
@@ -154,11 +157,31 @@ def test_a_dry_run(gpu):
     assert "frozen bytes unchanged" in said
 
 
-def test_bench(gpu):
-    config = load_config(None, ["model=tiny", "model.d_model=32", "train.batch_size=2", "train.precision=bf16"])
-    result = bench_step(config, ["baseline", "oelm"], vocab_size=97, blocks=2, steps=1, memory=False)
+def test_a_bench_knows_that_a_gpu_waits_for_the_host(gpu, monkeypatch):
+    monkeypatch.setattr("oelm.study.bench.YARDSTICK", {"cuda": 64})
+    monkeypatch.setattr("oelm.training.clock._busy", lambda step, device, steps: 0.0)  # no profiler of kernels here
+    words = ["model=tiny", "model.d_model=32", "train.batch_size=2", "train.precision=bf16"]
+    configs = {arm: load_config(None, [*words, f"method={arm}"]) for arm in ("baseline", "oelm")}
+    result = bench_step(configs, 97, rounds=4, steps=1, memory=False)
     assert result["environment"]["device"] == "cuda"
-    assert all(arm["median_step"] > 0 for arm in result["arms"].values())
+    assert result["idle_share"] == 1
+    assert result["arms"]["oelm"]["most_saved"] == 1
+    assert result["arms"]["oelm"]["above_ceiling"] is False
+    assert "the GPU waits for the host for 100% of a step" in table(result)
+
+
+def test_every_variant_of_the_gpu_benchmark_takes_a_step(gpu, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    benchmark = importlib.import_module("gpu")
+    tiny = ["model=tiny", "model.d_model=32", "model.context=16", "train.batch_size=2", "data.tokenizer=bytes"]
+    configs = benchmark.contenders(tiny, ["baseline", "oelm"])
+    assert len(configs) == 2 * 2 + 4
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, mode=None: None)  # no compiler for this device
+    accelerator = start_accelerator(configs["baseline"])
+    for config in configs.values():
+        contender = Contender(config, None, accelerator)
+        contender.take_step()
+        assert contender.clock.flush()["seconds"][0] > 0
 
 
 def test_the_yardsticks_memory_is_not_the_runs(gpu, corpus, tmp_path, monkeypatch):

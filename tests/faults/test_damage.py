@@ -7,9 +7,9 @@ import pytest
 from faults.subjects import clear, copied, numbers, oelm
 from report.fake_study import fake_study
 
+from oelm.evidence.analysis import analyse
 from oelm.integrity import file_sha256
 from oelm.record import read_run, record_text
-from oelm.report.analysis import analyse
 from oelm.report.content import content
 from oelm.report.text import as_json
 

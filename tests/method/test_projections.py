@@ -74,6 +74,56 @@ def test_a_mapping_names_what_cannot_be_discovered():
     assert find_projections(odd, {"qkv_per_head": "mix"})[0].layout.groups == 4
 
 
+def test_a_mapping_adds_to_what_is_discovered():
+    both = nn.ModuleDict({"known": build("bert"), "own": Attention(["ask", "offer"])})
+    found = find_projections(both, {"q": "ask", "k": "offer"})
+    assert {p.module.split(".")[0] for p in found} == {"known", "own"}
+    assert len(found) == 6
+    unknown = nn.ModuleDict({"first": Attention(["ask", "offer"]), "second": Attention(["demand", "supply"])})
+    with pytest.raises(ValueError, match="no query and key recognised in second"):
+        find_projections(unknown, {"q": "ask", "k": "offer"})
+
+
+def test_one_head_per_module_is_told_by_the_mapping():
+    heads = nn.ModuleDict({"heads": nn.ModuleList(Attention(["query", "key"], heads=None, rows=8) for _ in range(4))})
+    found = find_projections(heads, {"q": "query", "k": "key", "heads": 1})
+    assert [(p.heads, p.head_dim) for p in found] == [(1, 8)] * 8
+    assert len({p.place for p in found}) == 4  # each its own frame
+
+
+def test_a_mapping_understands_grouped_keys():
+    grouped = nn.ModuleDict({"attn": Attention(["Wpack"], rows=8 * (4 + 2 * 2))})
+    grouped["attn"].num_key_value_heads = 2
+    q, k = find_projections(grouped, {"qkv": "Wpack"})
+    assert (q.heads, q.head_dim, k.heads, k.group) == (4, 8, 2, 2)
+
+
+def test_a_subclass_keeps_the_order_of_the_forward_it_inherits():
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    class Mine(GPT2Attention):
+        pass
+
+    class Other(GPT2Attention):
+        def forward(self, x):
+            return x
+
+    gpt = build("gpt2")
+    gpt.transformer.h[0].attn.__class__ = Mine
+    assert len(find_projections(gpt)) == 4
+    gpt.transformer.h[0].attn.__class__ = Other
+    with pytest.raises(ValueError, match="h.0.attn \\(Other\\) has c_attn but is not named attention"):
+        find_projections(gpt)
+
+
+def test_what_follows_a_found_attention_is_no_attention():
+    from transformers import LxmertConfig, LxmertModel
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "l_layers": 1, "x_layers": 1}
+    lxmert = LxmertModel(LxmertConfig(vocab_size=20, r_layers=1, visual_feat_dim=8, **sizes))
+    assert {p.role for p in find_projections(lxmert)} == {"q", "k"}
+
+
 def test_selects_and_excludes_like_peft():
     bert = build("bert")
     first = find_projections(bert, r".*layer\.0\..*")
@@ -96,6 +146,16 @@ class GatedMixer(Attention):
     """Not attention, but with a q and a k."""
 
 
+class XCA(Attention):
+    """Attention that its name does not tell, as in XCiT."""
+
+
+class ConvMixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Conv2d(8, 24, 1)
+
+
 def shared_parameter():
     built = build("gpt2")
     built.transformer.h[1].attn.c_attn.weight = built.transformer.h[0].attn.c_attn.weight
@@ -111,12 +171,17 @@ def shared_parameter():
         (lambda: build("bert"), "(", "'\\(' is not a regular expression"),
         (lambda: build("bert"), ["query"], r"takes only q \(query\) of bert.encoder.layer.0.attention.self"),
         (lambda: build("bert"), {"value": "value"}, "unknown role 'value'; use q, k, qkv or qkv_per_head"),
+        (lambda: build("bert"), {"q": "query", "k": "key", "heads": 0}, "target_modules.heads: must be a"),
         (lambda: model(["ask", "offer"]), None, r"no query and key recognised in layers.0 \(Attention: ask \(Linear\)"),
         (lambda: model(["q_proj", "v_proj"]), None, r"takes only q \(q_proj\) of layers.0; its partner is missing"),
         (lambda: model(["q_proj", "k_proj"], heads=None), None, "cannot tell the number of heads of layers.0"),
         (lambda: model(["q_proj", "k_proj"], heads=5), None, "5 heads do not divide the 32 query rows of layers.0"),
         (lambda: model(["qkv_proj"], rows=96), None, "fuses q, k and v in an order Attention alone knows"),
-        (lambda: model(["qkv"], rows=32), None, "4 heads do not divide the 10 query rows of layers.0"),
+        (lambda: model(["qkv"], rows=96), None, "layers.0.qkv fuses q, k and v in an order .*example="),
+        (lambda: nn.ModuleList([XCA(["qkv"], rows=96)]), None, r"0 \(XCA\) has qkv but is not named attention"),
+        (lambda: nn.ModuleList([ConvMixer()]), None, r"no query and key recognised in 0 \(ConvMixer: qkv \(Conv2d\)"),
+        (lambda: nn.TransformerEncoderLayer(32, 4), {"q": "nope", "k": "no"}, "target_modules.q: nothing in .* 'nope'"),
+        (lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True), None, "has add_bias_kv, a key that no"),
         (lambda: with_children(nn, query_global=nn.Linear(32, 32)), None, "query_global sounds like a query or key"),
         (lambda: with_children(nn, key=nn.Identity()), None, r"takes only q \(query\).*not a plain linear layer"),
         (lambda: nn.ModuleList([GatedMixer(["q", "k"])]), None, r"0 \(GatedMixer\) has q and k but is not named atten"),

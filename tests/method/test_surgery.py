@@ -14,6 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from oelm import OelmConfig, apply_oelm, verify
 from oelm.method.arms import ARMS
+from oelm.method.schedule import follow_schedule
 from oelm.models.gpt import GPT, GPTConfig
 from oelm.models.presets import PRESETS
 
@@ -85,6 +86,8 @@ NOT_EVERYWHERE = {
     "oelm-slices-gains": "input_gains: ",
     "oelm-lora": "correction: ",
     "oelm-oft": "correction: ",
+    "oelm-slices-lora": ("correction: ", "rank: "),
+    "oelm-blocks": "correction: ",
 }
 
 
@@ -103,6 +106,10 @@ def test_every_arm_runs_on_every_architecture(name, arm):
         return
     loss = BATTERY[name].loss(model)
     loss.backward()
+    if report.config.schedule:
+        with pytest.raises(ValueError, match="schedule: nobody carries it out"):
+            verify(model)
+        follow_schedule(model, 100)
     verify(model)
     assert torch.isfinite(loss)
     assert (report.frozen > 0) == bool(ARMS[arm].freeze and arm != "oelm-then-freeze")
@@ -337,6 +344,148 @@ def test_wrong_input_names_the_field_and_changes_nothing(fields, message):
     with pytest.raises(ValueError, match=message):
         apply_oelm(model, OelmConfig(**fields))
     assert all(torch.equal(p, before[n]) and p.requires_grad for n, p in model.named_parameters())
+
+
+class ScaledLinear(nn.Linear):
+    """A linear layer with arithmetic of its own, which a stand-in would leave out."""
+
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def with_scaled(name):
+    model = build(name)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = ScaledLinear
+    return model
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_is_neither_split_nor_sliced():
+    model, plain = with_scaled("llama"), with_scaled("llama")
+    apply_oelm(model, "oelm-slices")
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(BATTERY["llama"].outputs(model), BATTERY["llama"].outputs(plain))
+    for name, arm in (("gpt-neox", "oelm"), ("llama", "oelm-gains")):
+        model = with_scaled(name)
+        before = snapshot(model)
+        with pytest.raises(ValueError, match=r"\(ScaledLinear\) has a forward of its own"):
+            apply_oelm(model, arm)
+        assert all(torch.equal(p, before[n]) and p.requires_grad for n, p in model.named_parameters())
+
+
+def test_a_hook_that_replaces_forward_is_not_gone_round():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = build("gpt2")
+    add_hook_to_module(model.transformer.h[1].attn.c_attn, AlignDevicesHook(execution_device="cpu"))
+    with pytest.raises(ValueError, match="h.1.attn.c_attn .* has a forward of its own, which splitting its rows"):
+        apply_oelm(model)
+
+
+def test_an_attention_that_reads_the_weight_itself_gets_no_corrections():
+    from transformers import WavLMConfig, WavLMModel
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 1}
+    convolutions = {"conv_dim": (8,), "conv_kernel": (3,), "conv_stride": (2,), "num_conv_pos_embedding_groups": 2}
+    model = WavLMModel(WavLMConfig(**sizes, **convolutions, num_feat_extract_layers=1, num_conv_pos_embeddings=4))
+    with pytest.raises(ValueError, match=r"WavLMAttention\) reads the weight of q_proj itself"):
+        apply_oelm(model, "oelm-gains")
+    apply_oelm(model, "oelm-slices")
+    model(torch.randn(1, 400)).last_hidden_state.sum().backward()
+    verify(model)
+
+
+def test_everything_is_checked_before_anything_is_written():
+    model = build("bert")
+    nn.utils.parametrizations.weight_norm(model.bert.encoder.layer[1].attention.self.key)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"layer.1.attention.self.key.weight is computed by another module"):
+        apply_oelm(model)
+    assert all(torch.equal(p, before[n]) and p.requires_grad for n, p in model.named_parameters())
+
+
+def test_wrappers_are_looked_through():
+    from peft import LoraConfig, get_peft_model
+
+    bert = build("bert")
+    apply_oelm(nn.DataParallel(torch.compile(bert, backend="eager")))
+    verify(bert)
+    adapted = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj", "v_proj"]))
+    report = apply_oelm(adapted)
+    assert {row.projection.role for row in report.projections} == {"q", "k"}
+    assert report.frozen_before == report.total - sum(p.numel() for n, p in adapted.named_parameters() if "lora" in n)
+    train(adapted, BATTERY["llama"].loss)
+    verify(adapted)
+    merged = adapted.merge_and_unload()
+    with pytest.raises(ValueError, match="orthogonality error|bytes changed"):
+        verify(merged, report)
+
+
+@torch.no_grad()
+def test_a_padded_batch_is_evaluated():
+    model = build("transformer-encoder").eval()
+    x, padding = torch.randn(2, 5, D), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    apply_oelm(model)
+    plain = build("transformer-encoder").eval()
+    plain.load_state_dict(model.state_dict())
+    found, expected = (m(x, src_key_padding_mask=padding) for m in (model, plain))
+    torch.testing.assert_close(found[~padding], expected[~padding], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gain", [1.0, 2.0])
+def test_a_slice_of_a_transposed_input_may_be_viewed(gain):
+    model = build("llama")
+    apply_oelm(model, OelmConfig(init="identity", gain=gain))
+    x = torch.randn(3, 2, D).transpose(0, 1)
+    assert model.model.layers[0].self_attn.q_proj(x).view(2, 3 * D).shape == (2, 3 * D)
+
+
+@pytest.mark.parametrize(("name", "arm", "path"), [
+    ("gpt2", "oelm", "transformer.h.0.attn.c_attn"), ("llama", "oelm-slices", "model.layers.0.self_attn.q_proj"),
+])  # fmt: skip
+def test_a_weight_that_cannot_be_replaced_says_what_to_do(name, arm, path):
+    model = build(name)
+    apply_oelm(model, arm)
+    layer = model.get_submodule(path)
+    with pytest.raises(RuntimeError, match=r"cannot be replaced .* oelm.remove\(model\)"):
+        layer.weight = nn.Parameter(torch.zeros(layer.weight.shape))
+
+
+def test_a_tensor_made_from_a_split_weight_may_be_written():
+    model = build("gpt2")
+    apply_oelm(model)
+    weight = model.transformer.h[0].attn.c_attn.weight
+    assert type(weight.clone()) is torch.Tensor
+    (2 * weight).mul_(3)
+    for alias in (weight, weight.T, weight[0], weight.data, weight.detach()):
+        with pytest.raises(RuntimeError, match="split or sliced by OELM"):
+            alias.mul_(3)
+
+
+def test_weights_frozen_before_surgery_are_told_apart():
+    model = build("bert")
+    model.bert.embeddings.requires_grad_(False)
+    before = sum(p.numel() for p in model.bert.embeddings.parameters())
+    report = apply_oelm(model)
+    assert report.frozen_before == before
+    assert report.frozen == before + 2 * 2 * (D * D + D)
+    assert f"{before:,} of them before surgery" in str(report)
+    assert "before surgery" not in str(apply_oelm(build("bert")))
+
+
+def test_the_frame_seed_is_named_and_may_follow_torch():
+    def first(seed, torch_seed):
+        model = build("bert")
+        torch.manual_seed(torch_seed)
+        report = apply_oelm(model, OelmConfig(seed=seed))
+        assert f"frames drawn with seed {report.config.seed}," in str(report)
+        return report.projections[0].projection.weight(model)
+
+    assert torch.equal(first(0, torch_seed=1), first(0, torch_seed=2))
+    assert torch.equal(first(None, torch_seed=1), first(None, torch_seed=1))
+    assert not torch.equal(first(None, torch_seed=1), first(None, torch_seed=2))
+    assert "seed" not in str(apply_oelm(build("bert"), "oelm-keep"))
 
 
 def test_unknown_arm_and_unknown_field_of_an_arm():

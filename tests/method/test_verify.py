@@ -49,6 +49,20 @@ def test_a_frozen_weight_in_the_optimizer_is_named():
         verify(model, optimizer=optimizer)
 
 
+def test_an_optimizer_that_was_made_too_early_is_found():
+    model = build("gpt2")
+    optimizer = torch.optim.SGD(model.transformer.h[0].ln_1.parameters(), lr=0.1)  # holds nothing that is frozen
+    apply_oelm(model)
+    verify(model)
+    early = torch.optim.SGD([next(p for p in model.parameters() if not p.requires_grad)], lr=0.1)
+    with pytest.raises(VerifyError, match="frozen_weight: is frozen but in the optimizer"):
+        verify(model)
+    verify(model, optimizer=())
+    verify(model, optimizer=optimizer)
+    del early
+    verify(model)
+
+
 @torch.no_grad()
 def test_lost_orthonormality_is_named_before_its_bytes():
     model, _ = model_with_surgery()

@@ -32,9 +32,12 @@ addEventListener("load", () => {
   const closed = document.getElementById("runs").open;
   document.querySelector(".verdict a.n").click();
   const hits = document.querySelectorAll("tr.hit").length;
+  const cues = [...document.querySelectorAll(".scroll")].map(
+    s => [s.scrollWidth > s.clientWidth, s.classList.contains("more"), getComputedStyle(s, "::before").content]);
   const paper = getComputedStyle(document.body).backgroundColor;
   parent.postMessage(JSON.stringify(
-    { problems, orders, sort, figures, width, hits, paper, closed, open: document.getElementById("runs").open }), "*");
+    { problems, orders, sort, figures, width, hits, cues, paper, closed, open: document.getElementById("runs").open }
+  ), "*");
 });
 </script>"""
 FRAME = """<!doctype html><iframe src="page.html" style="width: {width}px; height: 900px; border: 0"></iframe>
@@ -77,12 +80,15 @@ def test_sorting_figures_and_links_work(page, tmp_path, width, dark):
     ]
     assert seen["sort"] == "descending"
     assert [key.partition(".")[0] for key, *_ in seen["figures"]] == [
-        "forest", "savings", "curves", "differences", "rates",
+        "forest", "savings", "curves", "differences", "clock", "rates",
     ]  # fmt: skip
     assert all(w > 300 and h > 100 for _, w, h, _ in seen["figures"])
     assert all((brightness(fill) > 380) == dark for *_, fill in seen["figures"])
     assert (brightness(seen["paper"]) < 380) == dark
     assert seen["width"][0] <= seen["width"][1], "the page itself must not scroll sideways"
+    assert all(wide == marked for wide, marked, _ in seen["cues"])  # what can be scrolled says so
+    assert [text != "none" for _, _, text in seen["cues"]] == [marked for _, marked, _ in seen["cues"]]
+    assert any(marked for _, marked, _ in seen["cues"]) == (width < 1000)
     assert (seen["closed"], seen["open"], seen["hits"]) == (False, True, 12)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import time
 
 import pytest
@@ -12,6 +11,7 @@ from oelm.config import load_config
 from oelm.models.presets import vocabulary
 from oelm.study import bench
 from oelm.study.bench import Contender, bench_step, table, yardstick
+from oelm.study.pack import opened
 from oelm.study.plan import load_study
 from oelm.study.shape import arms_of, arms_of_study, other_shape, shape_of
 from oelm.study.turns import take_turns
@@ -128,9 +128,11 @@ def test_a_benchmark_of_one_of_several_sizes_is_fine(load):
     assert other_shape(timed, study) is None
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/bench.json")), ids=lambda p: p.parent.name)
-def test_published_benchmarks_are_of_their_studies_shape(path):
-    assert other_shape(json.loads(path.read_text()), read_study(path.parent)) is None
+def test_published_benchmarks_are_of_their_studies_shape():
+    found = [path for file in sorted((ROOT / "results").glob("*.tar.xz")) for path in opened(file).glob("bench.json")]
+    assert len(found) > 2
+    for path in found:
+        assert other_shape(json.loads(path.read_text()), read_study(path.parent)) is None, path
 
 
 def test_a_study_file_is_timed_from_the_command_line(tmp_path, capsys, monkeypatch):
@@ -165,11 +167,11 @@ def test_memory_is_measured_in_a_process_of_its_own():
 @pytest.mark.slow
 @pytest.mark.skipif("OELM_BENCH_CHECK" not in os.environ, reason="minutes of measuring; set OELM_BENCH_CHECK=1")
 def test_real_steps_two_identical_arms_and_a_planted_three_percent():
-    """On this machine as it is: intervals of 99.9 % would be wider, so a miss of one in twenty is to be expected."""
+    """Wants a machine that is mostly quiet; intervals are of 95 %, so one time in ten one of the two is missed."""
     config = load_config(None, ["model=small", "method=baseline", "train.batch_size=8", "system.threads=1"])
     accelerator = start_accelerator(config)
     arms = {name: Contender(config, 512, accelerator) for name in ("first", "same", "slower")}
-    usual = statistics.median(arms["slower"].turn(3).seconds for _ in range(10))
+    usual = min(arms["slower"].turn(3).seconds for _ in range(20))  # while nobody disturbed
     honest = arms["slower"].task.batch
 
     def dawdling(*words):

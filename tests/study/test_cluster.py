@@ -3,20 +3,22 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 import yaml
 from tiny import write_corpus
 
 from oelm.record import is_claimed, losses, read_metrics, read_run
-from oelm.study.cluster import bring_home, run_on_ray
+from oelm.study.cluster import _mark, _run_and_pack, bring_home, run_on_ray
 from oelm.study.execute import run_local, run_study
 from oelm.study.plan import Execution, comparison_runs, load_study
-from oelm.study.watch import look, planned
+from oelm.study.watch import look
 
 
 @pytest.fixture
@@ -60,6 +62,25 @@ def test_a_node_with_other_tokens_is_refused(study_file):
     assert look(second).status == "waiting"
 
 
+def test_a_node_works_in_the_runs_folder_if_it_reaches_it_and_says_so_if_not(study_file, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
+    cell = comparison_runs(load_study(study_file, ["lr=null", "base.train.max_steps=20"]), {})[0]
+    cell.folder.mkdir(parents=True)
+    given = cell.config, os.getcwd(), False
+    files, node = _run_and_pack(*given, "another folder's word", False)
+    assert node == socket.gethostname()
+    assert not (cell.folder / ".node").exists()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"  # no GPU was asked for
+    again, node = _run_and_pack(*given, _mark(cell.folder), False)
+    assert node is None
+    assert (cell.folder / ".node" / "run.json").exists()
+    assert files.keys() == again.keys()
+    bring_home(cell, again, {})
+    assert look(cell).status == "finished"
+    assert not (cell.folder / ".node").exists()
+
+
 def test_without_ray_the_user_is_told_what_to_install(study_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     cells = comparison_runs(load_study(study_file, ["lr=null"]), {})
@@ -75,67 +96,101 @@ def test_a_cluster_that_is_not_there_is_said_at_once(study_file):
     assert not any(cell.folder.exists() for cell in cells)
 
 
+class Cluster:
+    """A Ray cluster on this machine's loopback: a head that runs nothing, and nodes of one CPU each."""
+
+    def __init__(self, folder):
+        self.folder, self.processes = folder, []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        port = self.address.partition(":")[2]
+        self.start("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={folder}")
+        self.wait_for(1)
+
+    def add_node(self):
+        self.start(f"--address={self.address}", "--num-cpus=1")
+
+    def start(self, *words):
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address=127.0.0.1"]
+        env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        self.processes.append(
+            subprocess.Popen([*command, f"--object-store-memory={100 * 2**20}", *words], env=env,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )  # fmt: skip
+
+    def wait_for(self, nodes):
+        code = (
+            "import sys, ray\nray.init(address=sys.argv[1], _node_ip_address='127.0.0.1', log_to_driver=False)\n"
+            "print(sum(node['Alive'] for node in ray.nodes()))"
+        )
+        for _ in range(40):
+            asked = subprocess.run([sys.executable, "-c", code, self.address], capture_output=True, text=True)
+            if asked.returncode == 0 and int(asked.stdout.split()[-1]) >= nodes:
+                return
+            time.sleep(1)
+        raise TimeoutError("the Ray nodes did not come up")
+
+    def kill(self, process):
+        """At once, with all that it has started."""
+        family = [process, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
+
+
 @pytest.fixture
-def cluster(monkeypatch):
-    """A head that runs nothing and two nodes of one CPU each, all on this machine.
-
-    Ray insists on the machine's own network address for them (on loopback its driver hangs), so they are started on
-    request only.
-    """
+def cluster(tmp_path_factory):
     pytest.importorskip("ray")
-    if not os.environ.get("OELM_RAY_CLUSTER"):
-        pytest.skip("starts Ray nodes on this machine's network address; OELM_RAY_CLUSTER=1 allows it")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    import ray
-    from ray.cluster_utils import Cluster
-
-    memory = {"object_store_memory": 100 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
+    found = Cluster(tmp_path_factory.mktemp("r"))
     try:
-        yield cluster, [cluster.add_node(num_cpus=1, **memory) for _ in range(2)]
+        yield found
     finally:
-        ray.shutdown()
-        cluster.shutdown()
+        for process in reversed(found.processes):
+            found.kill(process)
 
 
 @pytest.mark.slow
-def test_a_node_dies_during_the_study_and_no_run_is_lost_or_done_twice(cluster, study_file):
-    cluster, nodes = cluster
-    study = load_study(study_file)
-    done, killed = [], threading.Event()
-
-    def say(text):
-        done.append(text)
+def test_a_node_dies_during_a_run_which_goes_on_elsewhere_from_its_checkpoint(cluster, study_file):
+    words = ["lr=null", "seeds=[0]", "base.train.max_steps=1500", "base.train.eval_every=100"]
+    study = load_study(study_file, words)
+    cells = comparison_runs(study, {})
+    cluster.add_node()
+    cluster.wait_for(2)
+    killed, said = [], []
 
     def tick():
-        # Both nodes are at work: the head has none, and one run has come home already.
-        if any(line.startswith("[1/") for line in done) and not killed.is_set():
-            killed.set()
-            threading.Thread(target=cluster.remove_node, args=(nodes[1],), kwargs={"allow_graceful": False}).start()
+        found = list(study.folder.glob("*/.node/last/meta.json"))
+        if found and not killed:
+            killed.append(json.loads(found[0].read_text())["step"])
+            cluster.add_node()  # for what is left
+            cluster.kill(cluster.processes[1])
 
-    assert run_study(study, on="ray", address=cluster.address, say=say, tick=tick) == {}
-    assert killed.is_set()
-    cells, waiting, seen = planned(study)
-    assert (len(cells), waiting) == (2 + 4, [])
-    assert {s.status for s in seen.values()} == {"finished"}
+    assert run_study(study, on="ray", address=cluster.address, say=said.append, tick=tick) == {}
+    assert killed
+    logs = [(cell.folder / "training.log").read_text() for cell in cells]
+    assert sum(log.count("resumed at step") for log in logs) == 1
     for cell in cells:
-        assert len(losses(read_metrics(cell.folder))) == 400
-        assert (cell.folder / "training.log").read_text().count("finished at step 400") == 1
-        assert sum(f"{cell}:" in line for line in done) == 1
-        assert not (cell.folder / "last").exists()
+        assert look(cell).status == "finished"
+        assert len(losses(read_metrics(cell.folder))) == 1500
+        assert sum(f"{cell}:" in line for line in said) == 1
+        left = {path.name for path in cell.folder.iterdir()}
+        assert not left & {".node", ".home", "last", ".arriving"}
+    whole = load_study(study_file, [*words, f"base.system.runs_dir={study_file.parent / 'again'}"])
+    assert run_local(comparison_runs(whole, {}), whole.execution, say=lambda _: None) == {}
+    for cell, again in zip(cells, comparison_runs(whole, {}), strict=True):
+        assert losses(read_metrics(cell.folder)) == losses(read_metrics(again.folder))
 
     before = {cell.folder: (cell.folder / "run.json").stat().st_mtime_ns for cell in cells}
-    start = time.monotonic()
-    assert run_study(study, on="ray", address="nowhere:1", say=say) == {}  # nothing to do: no cluster is asked
-    assert run_local(cells, study.execution, say=say) == {}
-    assert time.monotonic() - start < 5
+    assert run_study(study, on="ray", address="nowhere:1", say=said.append) == {}  # nothing to do: no cluster is asked
     assert before == {cell.folder: (cell.folder / "run.json").stat().st_mtime_ns for cell in cells}
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_on_a_node_brings_its_traceback_home(cluster, study_file):
-    cluster, _ = cluster
+    cluster.add_node()
+    cluster.wait_for(2)
     words = ["lr=null", "seeds=[0]", "arms.oelm={model: {context: 100000}}", "base.train.max_steps=20"]
     study = load_study(study_file, words)
     baseline, oelm = comparison_runs(study, {})
@@ -147,7 +202,6 @@ def test_a_run_that_fails_on_a_node_brings_its_traceback_home(cluster, study_fil
 
 @pytest.mark.slow
 def test_a_driver_asked_to_end_gives_its_claims_back_and_ends_with_143(cluster, study_file):
-    cluster, _ = cluster
     words = ["lr=null", "base.train.max_steps=1000000", "base.train.eval_every=500000"]
     command = [sys.executable, "-m", "oelm.cli", "study", "run", str(study_file), *words, "--on", "ray"]
     process = subprocess.Popen([*command, "--address", cluster.address], stderr=subprocess.PIPE, text=True)

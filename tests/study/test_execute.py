@@ -11,7 +11,9 @@ import psutil
 import pytest
 import yaml
 from tiny import write_corpus
+from typer.testing import CliRunner
 
+from oelm.cli import app
 from oelm.record import evaluations, read_metrics, read_run
 from oelm.study.execute import run_local, run_study, share_cores
 from oelm.study.plan import Execution, comparison_runs, load_study, search_runs
@@ -69,6 +71,15 @@ def test_a_whole_study_searches_then_compares_and_a_second_call_does_nothing(stu
     assert any("lr 0.004, the highest that may be tried" in line for line in said)
     for cell in cells:
         assert f"{cell}: loss" in "\n".join(said)
+
+    out = study.folder / "samples.json"
+    words = ["sample", str(study.folder), "--prompt", "the", "--prompt", "a", "--tokens", "4", "-o", str(out)]
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    samples = json.loads(out.read_text())["samples"]
+    assert [(s["folder"].partition("-")[0], s["prompt"]) for s in samples] == [
+        ("baseline", "the"), ("baseline", "a"), ("oelm", "the"), ("oelm", "a"),
+    ]  # fmt: skip
+    assert all(s["text"].startswith(s["prompt"]) for s in samples)
 
     before = {cell.folder: (cell.folder / "run.json").stat().st_mtime_ns for cell in cells}
     start = time.monotonic()

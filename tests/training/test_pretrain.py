@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config, write_corpus
+from tiny import tiny_config, write_causal, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oelm import apply_oelm, verify
@@ -471,3 +471,43 @@ def test_bf16_autocast_runs_when_asked(corpus, tmp_path):
         AcceleratorState._reset_state()
     assert record["precision"] == "bf16"
     assert torch.isfinite(torch.tensor(record["totals"]["best"]["loss"]))
+
+
+@pytest.mark.parametrize(("kind", "arm"), [("gpt2", "oelm-keep"), ("llama", "oelm"), ("llama", "baseline")])
+def test_a_hugging_face_model_goes_on_learning(kind, arm, corpus, tmp_path):
+    source = write_causal(tmp_path / "source", kind)
+    words = ["model.d_model=null", "model.n_layer=null", "model.context=16", f"model={source}", f"method={arm}",
+             f"data.tokenizer={source / 'tokenizer.json'}"]  # fmt: skip
+    config = tiny_config(corpus, tmp_path / "run", *words)
+    curve_ = curve(config)
+    assert curve_[-1] < curve_[0]
+    record = read_run(config.folder)
+    assert record["model_sha256"]
+    assert record["totals"]["tokens"] == 20 * 4 * 16
+    start, best = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (source, config.folder / "best"))
+    query = {"gpt2": "transformer.h.0.attn.c_attn.weight", "llama": "model.layers.0.self_attn.q_proj.weight"}[kind]
+    if arm == "oelm-keep":  # the first third of the columns is q, and it is still what was pretrained
+        assert torch.equal(start[query][:, :16], best[query][:, :16])
+        assert not torch.equal(start[query][:, 32:], best[query][:, 32:])
+    else:
+        assert not torch.equal(start[query], best[query])
+    shutil.rmtree(source)  # the run folder is enough to check it
+    assert any("steps and the best loss" in line for line in audit(config.folder))
+    assert generate(config.folder / "best", "the cat", 3, 0.0, 0)
+
+
+def test_a_hugging_face_model_from_its_configuration_alone(corpus, tmp_path):
+    source = write_causal(tmp_path / "source", "gpt2")
+    words = [
+        "model.d_model=null",
+        "model.n_layer=null",
+        "model.context=16",
+        f"model={source}",
+        "model.pretrained=false",
+    ]
+    config = tiny_config(corpus, tmp_path / "run", *words)
+    assert curve(config)[-1] < curve(config)[0]
+    assert "model_sha256" not in read_run(config.folder)
+    assert (
+        AutoModelForCausalLM.from_pretrained(config.folder / "best").config.vocab_size > 60
+    )  # the tokenizer's, trained here

@@ -81,20 +81,41 @@ def train(
         print(config.folder)
 
 
-@app.command(epilog=examples('oelm sample runs/debug --prompt "def "', "oelm sample runs/debug --tokens 200 --seed 1"))
+@app.command(
+    epilog=examples(
+        'oelm sample runs/debug --prompt "def "',
+        'oelm sample runs/quickstart --prompt "import " --prompt "class " -o runs/quickstart/samples.json',
+    )
+)
 def sample(
-    run: Annotated[str, typer.Argument(help="a run folder, or any folder with a saved model and tokenizer")],
-    prompt: Annotated[str, typer.Option(help="text to go on from")] = "",
+    run: Annotated[Path, typer.Argument(help="a run folder, any folder with a saved model, or a study's folder")],
+    prompt: Annotated[list[str] | None, typer.Option(help="text to go on from; may be given several times")] = None,
     tokens: Annotated[int, typer.Option(help="how many tokens to add", min=1)] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time", min=0.0)] = 0.8,
     seed: Annotated[int, typer.Option(help="of the random choice of tokens", min=0, max=2**63 - 1)] = 0,
     trust: Trust = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="also write as JSON; a report shows FOLDER/samples.json")
+    ] = None,
 ) -> None:
-    """Text from a trained GPT."""
+    """Text from a trained GPT; of a study, from one run of each arm at the same prompts."""
     from ..models.generate import generate
+    from ..record import write_atomically
+    from ..study.watch import first_runs
 
-    folder = Path(run)
-    print(generate(folder / "best" if (folder / "best").is_dir() else folder, prompt, tokens, temperature, seed))
+    runs = [run]
+    if is_study := (run / "study.json").is_file():
+        runs = [cell.folder for cell in first_runs(run).values()]
+    found = []
+    for folder in runs:
+        saved = folder / "best" if (folder / "best").is_dir() else folder
+        for start in prompt or [""]:
+            text = generate(saved, start, tokens, temperature, seed)
+            found.append({"folder": folder.name, "prompt": start, "text": text})
+            print(f"{folder.name}: {text}" if is_study else text)
+    if out:
+        facts = {"tokens": tokens, "temperature": temperature, "seed": seed, "samples": found}
+        write_atomically(out, json.dumps(facts, indent=1) + "\n")
 
 
 @app.command(
@@ -134,6 +155,46 @@ def verify(run: Annotated[str, typer.Argument(help="a run folder")], trust: Trus
 
     for line in audit(Path(run)):
         print(line)
+
+
+@app.command("export", epilog=examples("oelm export runs/debug", "oelm export runs/debug --as gpt2 -o exported/debug"))
+def export_model(
+    run: Annotated[str, typer.Argument(help="a run folder, or a folder with a saved GPT of ours")],
+    form: Annotated[
+        str | None, typer.Option("--as", help="gpt2, gptneox, llama, or own code; default: the first that fits")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="folder; default: RUN/export-FORM")] = None,
+) -> None:
+    """The best model as a plain Hugging Face folder, with a model card: loads everywhere without oelm."""
+    from ..export import export
+
+    folder, proven = export(Path(run), form, out)
+    print(proven)
+    print(folder)
+
+
+@app.command(
+    "eval",
+    epilog=examples("oelm eval runs/debug --tasks lambada_openai", "oelm eval runs/debug --tasks own --include tasks/"),
+)
+def evaluate_model(
+    run: Annotated[str, typer.Argument(help="a run folder, or any folder with a saved causal language model")],
+    tasks: Annotated[str, typer.Option(help="names of lm-evaluation-harness, with commas between")],
+    include: Annotated[Path | None, typer.Option(help="a folder with task files of your own")] = None,
+    limit: Annotated[int | None, typer.Option(help="so many examples of each task", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="sequences at a time", min=1)] = 8,
+    form: Format = "text",
+) -> None:
+    """Scores of a trained language model on tasks of lm-evaluation-harness (extra: eval)."""
+    json_wanted = is_json(form)
+    from ..harness import evaluate
+
+    found = evaluate(Path(run), [task for task in tasks.split(",") if task], include, limit, batch_size)
+    if json_wanted:
+        print(json.dumps(found, indent=1))
+        return
+    for task, metrics in found.items():
+        print(f"{task}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
 @app.command(epilog=examples("oelm probe runs/debug", "oelm probe runs/probe-recall -o runs/probe-recall/probe.json"))

@@ -74,7 +74,9 @@ def step(
 
 File = Annotated[Path, typer.Argument(help="a study file, e.g. configs/quickstart.yaml", metavar="FILE")]
 Scale = Annotated[str | None, typer.Option(help="cpu: the file's own smaller version")]
-Where = Annotated[Path, typer.Argument(help="a study folder, or the file of one that has begun", metavar="STUDY")]
+Where = Annotated[
+    Path, typer.Argument(help="a study folder, a packed study, or the file of one that has begun", metavar="STUDY")
+]
 
 
 Page = Annotated[bool, typer.Option("--page", help="also as a page for a browser on this machine, kept current")]
@@ -169,9 +171,46 @@ def watch(where: Where, page: Page = False, port: Port = 0) -> None:
         follow(folder)
 
 
+@study.command(epilog=examples("oelm study pack runs/quickstart", "oelm study pack runs/quickstart -o q.tar.xz"))
+def pack(
+    where: Where,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="the file; default: results/NAME.tar.xz")] = None,
+) -> None:
+    """Write a study as one file, with a checksum of everything in it. Models and checkpoints stay where they are."""
+    from ..study.pack import SUFFIX
+    from ..study.pack import pack as write
+
+    folder = _folder(where)
+    file = out or Path("results") / f"{folder.resolve().name}{SUFFIX}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    runs, unfinished = write(folder, file)
+    left = f"; left out, unfinished: {', '.join(unfinished)}" if unfinished else ""
+    print(f"{file}: {runs} runs, {file.stat().st_size / 2**20:.1f} MiB{left}")
+
+
+@study.command(
+    epilog=examples(
+        "oelm study unpack results/quickstart.tar.xz", "oelm study unpack results/quickstart.tar.xz -o runs/again"
+    )
+)
+def unpack(
+    file: Annotated[Path, typer.Argument(help="a packed study", metavar="FILE")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="the folder; default: runs/NAME")] = None,
+) -> None:
+    """Write a packed study back into a folder, where it can go on."""
+    from ..study.pack import SUFFIX, is_packed
+    from ..study.pack import unpack as write
+
+    if not is_packed(file):
+        raise ValueError(f"{file}: no such file, or its name does not end in {SUFFIX}")
+    folder = out or Path("runs") / file.name.removesuffix(SUFFIX)
+    print(f"{folder}: {write(file, folder)} runs")
+
+
 @app.command(
     epilog=examples(
         "oelm report runs/quickstart -o report.html --md report.md",
+        "oelm report results/arms-tinystories.tar.xz --against results/repairs-tinystories.tar.xz:oelm-trainable",
         "oelm report runs/quickstart --check -o report.html",
         "oelm report runs/quickstart --csv numbers.csv --json numbers.json",
     )
@@ -188,26 +227,30 @@ def report(
     as_json: Annotated[Path | None, typer.Option("--json", help="the same as JSON, with the verdict")] = None,
     check: Annotated[bool, typer.Option("--check", help="re-derive every number of a written page")] = False,
     against: Annotated[
-        str | None, typer.Option(metavar="ARM", help="compare with this arm, not the baseline; prints, writes nothing")
+        str | None,
+        typer.Option(metavar="[STUDY:]ARM", help="compare with this arm, of this or another study; only prints"),
     ] = None,
 ) -> None:
     """Tables, curves and verdicts of a study on one page that opens offline."""
+    from ..study.pack import is_packed, page_of
+
     folder = _folder(where)
     if against is not None:
         if check or out or md or latex or pdf or csv or as_json:
             raise ValueError("--against: prints only, so no --check and no file to write with it")
-        from ..report.analysis import analyse
+        from ..evidence.analysis import analyse
         from ..report.text import arm_lines, notice_lines
         from ..study.watch import read_study
 
         look = analyse(folder, against)
         if against == read_study(folder).decide.reference:
-            raise ValueError(f"--against {against}: the study's own baseline; leave --against out")
+            raise ValueError(f"--against {against}: the study's own reference; leave --against out")
         print(arm_lines(look))
-        print(f"\nAgainst {against}: a second look at the same runs, not the comparison that the study planned;")
+        which = "runs of two studies" if ":" in against else "the same runs"
+        print(f"\nAgainst {against}: a second look at {which}, not the comparison that the study planned;")
         print("\n\n".join(["p values are corrected within this look only.", *notice_lines(look)]))
         return
-    page = out or folder / "report.html"
+    page = out or page_of(where if is_packed(where) else folder)
     if check:
         from ..report.check import check_report
 
@@ -233,10 +276,14 @@ def report(
 
 
 def _folder(where: Path) -> Path:
-    """A study's folder, also from its file."""
+    """A study's folder, also from its file or its packed file."""
     if where.is_dir():
         return where
+    from ..study.pack import is_packed, opened
     from ..study.plan import load_study
+
+    if is_packed(where):
+        return opened(where)
 
     folder = load_study(where).folder
     if not (folder / "study.json").exists():

@@ -59,7 +59,7 @@ class OelmConfig:
     rank: int | float = 8  # rank of the low-rank part of lora; with a point (0.5), a share of the head's size
     block: int = 32  # coordinates that a rotation of oft turns together; must divide the width
     schedule: Schedule | Mapping[str, Any] | None = None  # what is frozen at which step; None: the same throughout
-    seed: int = 0
+    seed: int | None = 0  # of the frames; None: drawn from torch's generator when they are made
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, Mapping):
@@ -119,8 +119,8 @@ class OelmConfig:
             numbers = list(layers) if isinstance(layers, Sequence) else [layers]
             if any(type(n) is not int for n in numbers):
                 raise ValueError(f"layers_to_transform: must be whole numbers, got {layers!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ValueError(f"seed: must be an integer, got {self.seed!r}")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ValueError(f"seed: must be an integer or None, got {self.seed!r}")
 
     def role(self, name: str, role: str) -> Any:
         """A starred field's value for one role."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+_STACK_WORDS = ("text", "vision", "audio", "language", "encoder", "decoder")
 
 
 class Part(NamedTuple):
@@ -62,6 +66,7 @@ class Projection:
     layout: Layout
     bias_layout: Layout
     place: str = ""  # every number on the way to it, "3" or "1.0": what its frame is drawn for
+    site: str | None = None  # the attention module, where it is not simply the owner's parent
 
     @property
     def key(self) -> str:
@@ -76,6 +81,8 @@ class Projection:
     @property
     def attention(self) -> str:
         """The attention module: the owner itself for fused weights, else the owner's parent."""
+        if self.site is not None:
+            return self.site
         owner_is_linear = self.name.endswith(".weight") or self.name == "weight"
         return self.module.rpartition(".")[0] if owner_is_linear else self.module
 
@@ -126,10 +133,27 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 def owner_of(model: nn.Module, path: str) -> Any:
     """The module at `path`, looked for inside the adapter when PEFT has put one around it."""
-    module = model.get_submodule(path)
+    return inside_adapter(model.get_submodule(path))
+
+
+def inside_adapter(module: nn.Module) -> nn.Module:
+    """The layer inside PEFT's adapters; a module without any as it is."""
     while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
         module = inner
     return module
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel, torch.compile and PEFT wrappers."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif type(model).__module__.startswith("peft."):
+            model = model.get_base_model()  # type: ignore[operator]
+        else:
+            return model
 
 
 class ReadOnly(Tensor):
@@ -140,14 +164,60 @@ class ReadOnly(Tensor):
         name = func.__name__
         by_operator = name == "__set__" or re.fullmatch(r"__i(add|sub|mul|truediv|pow|and|or)__", name)
         by_method = re.fullmatch(r"[a-z].*[^_]_", name) and name != "requires_grad_"
-        if by_operator or by_method or name == "__setitem__":
+        if (by_operator or by_method or name == "__setitem__") and args and isinstance(args[0], cls):
             raise RuntimeError(
                 "this weight was split or sliced by OELM and cannot be written in place (merging an adapter into it, "
-                "for example); save the state dict, load it into a plain model and write there"
+                "for example); oelm.remove(model) makes the layer a plain one first"
             )
-        return super().__torch_function__(func, types, args, kwargs or {})
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, cls) and not any(isinstance(a, cls) and _same_memory(a, result) for a in args):
+            return result.as_subclass(Tensor)  # a tensor of its own may be written: the weight is not behind it
+        return result
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """The whole of a tensor that FSDP has sharded (all processes must ask); any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def number_layers(found: Sequence[Projection]) -> list[Projection]:
+    """Layer numbers and stacks from the names: `encoder.block.3.layer.0.q` is layer 3 of the encoder."""
+
+    def split(p: Projection) -> tuple[str, tuple[int, ...]]:
+        parts = p.attention.split(".")
+        template = ".".join("*" if part.isdigit() else part for part in parts) + (f" {p.stack}" if p.stack else "")
+        return template, tuple(int(part) for part in parts if part.isdigit())
+
+    paths: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for p in found:
+        template, numbers = split(p)
+        if numbers not in paths[template]:
+            paths[template].append(numbers)
+    labels = {template: _stack_label(template) for template in paths}
+    if len(set(labels.values())) < len(labels):
+        labels = {template: template for template in paths}
+
+    def layer(template: str, numbers: tuple[int, ...]) -> int:
+        varying = [i for i, column in enumerate(zip(*paths[template], strict=True)) if len(set(column)) > 1]
+        if len(varying) == 1:
+            return numbers[varying[0]]
+        if not varying:
+            return numbers[0] if numbers else 0
+        return paths[template].index(numbers)  # nested stages: count through them
+
+    return [
+        replace(p, layer=layer(template, numbers), stack=labels[template], place=".".join(map(str, numbers)))
+        for p in found
+        for template, numbers in [split(p)]
+    ]
+
+
+def _stack_label(template: str) -> str:
+    """Which kind of attention of the model this is, by words that do not depend on what wraps the model."""
+    cross = ["cross"] if re.search(r"cross|encdec|encoder_attn|multihead_attn", template, re.IGNORECASE) else []
+    words = [] if cross else [word for word in _STACK_WORDS if word in template.lower()]
+    return " ".join([*(cross or words), *template.split(" ")[1:]])

@@ -18,6 +18,14 @@ class Leaf:
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _blank, _parents(type(self)), self.__dict__
 
+    def register_parameter(self, name: str, param: Any) -> None:
+        if isinstance(getattr(type(self), name, None), property):  # torchao and others put a new weight in place
+            raise RuntimeError(
+                f"{type(self).__name__}.{name} was split or sliced by OELM and cannot be replaced (quantised, for "
+                "example); oelm.remove(model) makes the layer a plain one first"
+            )
+        super().register_parameter(name, param)  # type: ignore[misc]
+
 
 def become(module: nn.Module, mixin: type) -> None:
     """Turns `module` into an instance of mixin + its own class, in place."""
@@ -95,7 +103,8 @@ class Slice(Leaf):
             y = y * self.oelm_gain
         elif len(self.oelm_runs) == 1 and self.oelm_copies:
             y = y.clone()  # an attention that scales q in place would write into its own input
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return y.contiguous() if self.oelm_copies else y  # as a product is: some attention calls .view on it
 
     def _read(self, x: Tensor) -> Tensor:
         if self.oelm_turn:

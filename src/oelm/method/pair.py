@@ -34,6 +34,8 @@ def _is_thin(module: nn.Module) -> bool:
     """A turned slice of the whole width with a low-rank correction, without hooks, and not freed by a schedule."""
     if not (isinstance(module, Recovered) and isinstance(module, Slice)) or module.oelm_turn is None:
         return False
+    if module.oelm_pending is not None:  # its own forward says what is missing
+        return False
     own = {name: p for name, p in module._parameters.items() if p is not None}
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     plain = set(own) == {"weight", "lora_a", "lora_b"} and module.oelm_gain == 1.0

@@ -25,6 +25,10 @@ from .layout import Projection, gathered
 from .leaves import Leaf, become
 
 Q_NORM = r"(q|query)_?(norm|layernorm|layer_norm|ln)"  # attention's child that takes q's scale away again
+PENDING = (
+    "weights with merged corrections were loaded into this model, and their parts were not: oelm.load(folder) and "
+    "OelmCallback do both; in your own code call oelm.models.saved.load_parts(model, folder)"
+)
 PARTS = ("temperature", "input_gain", "lora_a", "lora_b", "rotation", "blocks")
 
 
@@ -33,9 +37,12 @@ class Recovered(Leaf):
 
     oelm_heads: int
     oelm_block: int
+    oelm_pending: Tensor | None = None  # a merged weight that was loaded and whose parts are still to come
     _parameters: dict[str, Any]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.oelm_pending is not None:
+            raise RuntimeError(PENDING)
         parts = self._parameters
         if "input_gain" in parts:
             x = x * parts["input_gain"].to(x.dtype)
@@ -105,10 +112,17 @@ class Recovered(Leaf):
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        errors.append(
-            f"{prefix}weight: a state dict holds it with its corrections merged, which cannot be taken apart; load it "
-            "into a plain model, or go on from a run's own checkpoint"
-        )
+        """A state dict holds the weight with its corrections merged, which cannot be taken apart: unless they are the
+        corrections of this layer already, it waits for them (`put_parts`) and computes nothing before."""
+        for name, own in zip(("weight", "bias"), self.merged(), strict=True):
+            if own is None:
+                continue
+            if prefix + name not in state_dict:
+                missing.append(prefix + name)
+            elif (given := state_dict[prefix + name]).shape != own.shape:
+                errors.append(f"size mismatch for {prefix}{name}: {tuple(given.shape)} instead of {tuple(own.shape)}")
+            elif name == "weight":
+                self.oelm_pending = None if torch.equal(given.to(own), own) else given.detach().clone()
 
 
 def check_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> None:

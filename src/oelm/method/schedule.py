@@ -12,8 +12,16 @@ from torch import nn
 
 from .arms import Schedule
 from .frames import PROJECTED, TRAINED, orthogonality_error, project
+from .note import write_note
 from .projections import layers_by_stack
 from .surgery import OelmReport, Row, fingerprints
+
+
+def follow_schedule(model: nn.Module, total: int) -> dict[str, int]:
+    """`change_steps` for somebody who will act on them: from here on `verify` takes the schedule as carried out."""
+    report: Any = model.oelm_report
+    model.oelm_report = replace(report, carried=True)
+    return change_steps(report, total)
 
 
 def change_steps(report: OelmReport, total: int) -> dict[str, int]:
@@ -48,9 +56,11 @@ def change_state(model: nn.Module, keys: Collection[str], known: Mapping[str, st
         report,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         projections=tuple(rows),
+        carried=True,
         fingerprints=kept | fingerprints(model, turned.values()) if known is None else dict(known),
     )
     model.oelm_report = changed
+    write_note(model, changed)
     return changed
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .arms import OelmConfig, Schedule, layer_rule
-from .frames import ORTHONORMAL, make_frame, orthogonality_error
+from .checks import check_layer, check_tensor, multiplies_plainly, shared_with_trained
+from .frames import KINDS, ORTHONORMAL, make_frame, orthogonality_error
 from .fused import split
-from .layout import Projection
+from .layout import Projection, owner_of, unwrap
 from .leaves import Leaf, slice_identity
-from .projections import find_projections, layers_by_stack
+from .note import note_of, write_note
+from .projections import find_projections, layers_by_stack, left_alone
+from .prove import proven_projections
 from .recovery import add_recovery, check_recovery
 
 
@@ -41,9 +44,14 @@ class OelmReport:
     trainable: int
     projections: tuple[Row, ...]
     fingerprints: dict[str, str] = field(repr=False)
+    frozen_before: int = 0  # weights that took no gradient before surgery; they count as frozen too
+    left: dict[str, int] = field(default_factory=dict)  # mixers of tokens without attention scores: class -> how many
+    proven: bool = False  # whether an example found the projections, so that no name or table would find them again
+    carried: bool = False  # whether somebody has taken charge of the schedule, see schedule.py
 
     @property
     def frozen(self) -> int:
+        """All weights that take no gradient, whoever froze them."""
         return self.total - self.trainable
 
     @property
@@ -51,6 +59,10 @@ class OelmReport:
         """The worst deviation among the frames that promise orthonormality; None when there are none."""
         errors = [r.orthogonality_error for r in self.projections if r.kind in ORTHONORMAL]
         return max(errors) if errors and not any(map(math.isnan, errors)) else None
+
+    def to_note(self) -> dict[str, Any]:
+        """What `reapply` needs; a Hugging Face model carries it in its configuration."""
+        return note_of(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -73,7 +85,8 @@ class OelmReport:
         ]
         return {
             "config": asdict(self.config), "total": self.total, "trainable": self.trainable,
-            "frozen": self.frozen, "orthogonality_error": self.orthogonality_error,
+            "frozen": self.frozen, "frozen_before": self.frozen_before, "left": dict(self.left),
+            "orthogonality_error": self.orthogonality_error,
             "projections": rows, "fingerprints": dict(self.fingerprints),
         }  # fmt: skip
 
@@ -95,7 +108,14 @@ class OelmReport:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         share, added = self.frozen / self.total, _added(self.config)
+        if any(row.kind in KINDS and row.kind not in ("identity", "keep") for row in self.projections):
+            added.append(f"frames drawn with seed {self.config.seed}, whatever torch's seed is")
+        if self.left:
+            named = ", ".join(f"{n} x {name}" for name, n in self.left.items())
+            added.append(f"left trained, being no query-key attention: {named}")
         counts = f"{self.total:,} parameters: {self.trainable:,} trained, {self.frozen:,} frozen ({share:.1%})"
+        if self.frozen_before:
+            counts += f", {self.frozen_before:,} of them before surgery"
         return "\n".join([*table, *added, counts])
 
 
@@ -112,18 +132,20 @@ def _added(config: OelmConfig) -> list[str]:
         what = "freed" if plan.kind == "unfreeze" else "frozen" if plan.project is None else f"frozen ({plan.project})"
         order = f", {plan.order}" if plan.end is not None else ""
         lines.append(
-            f"schedule: {what} {moments} of the run's steps{order}; `oelm train` sees to it, a loop of your own calls "
-            "change_state"
+            f"schedule: {what} {moments} of the run's steps{order}; `oelm train` sees to it, OelmCallback in the "
+            "Hugging Face Trainer"
         )
     return lines
 
 
-def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
+def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm", *, example: Any = None) -> OelmReport:
     """Gives the model's query/key projections their frames and freezes them, in place.
 
     Call it after building (or loading) the model and before making the optimizer, which takes
     `[p for p in model.parameters() if p.requires_grad]`. `config` may be the name of an arm. Nothing is changed
-    when it raises.
+    when it raises. `example` is a batch (or a function of the model): one forward pass on it proves, by autograd, which
+    rows make queries and keys, and finds them where names do not say. Frames are drawn with `config.seed`, 0 unless
+    given, and not with torch's generator: a loop over seeds sets it too, or `seed=None`, which draws it from torch.
     """
     config = OelmConfig.arm(config) if isinstance(config, str) else config
     if not isinstance(config, OelmConfig):
@@ -133,15 +155,20 @@ def apply_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmRepor
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: must be a torch module, not {type(model).__name__}; build or load it first")
-    chosen = _choose(model, config)
+    model = unwrap(model)
+    if config.seed is None:
+        config = replace(config, seed=int(torch.randint(2**31, ())))
+    chosen = _choose(model, config, example)
     for projection in chosen:
-        _check_tensor(model, projection, config.role("gain", projection.role))
+        check_tensor(model, projection, config.role("gain", projection.role))
     for projection in chosen:
         if config.role("init", projection.role) != "keep":
             projection.write(model, _frame(projection, config))
             if config.bias == "zero":
                 projection.zero_bias(model)
-    return _freeze_and_report(model, chosen, config)
+    report = _freeze_and_report(model, chosen, config, proven=example is not None)
+    write_note(model, report)
+    return report
 
 
 def dry_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
@@ -150,15 +177,54 @@ def dry_oelm(model: nn.Module, config: OelmConfig | str = "oelm") -> OelmReport:
     return _freeze_and_report(model, _choose(model, config), config)
 
 
-def _choose(model: nn.Module, config: OelmConfig) -> list[Projection]:
+def _choose(model: nn.Module, config: OelmConfig, example: Any = None) -> list[Projection]:
+    """The projections to operate on, after every check that can be made without writing."""
     if any(hasattr(module, "oelm_report") or isinstance(module, Leaf) for module in model.modules()):
         raise ValueError("model: OELM was applied to it already; build the model anew and apply once")
-    chosen = _choose_layers(find_projections(model, config.target_modules, config.exclude_modules), config)
+    wanted = (config.target_modules, config.exclude_modules)
+    found = find_projections(model, *wanted) if example is None else proven_projections(model, example, *wanted)
+    chosen = _choose_layers(found, config)
     check_recovery(model, chosen, config)
+    for projection in chosen:
+        check_layer(model, projection, config)
     return chosen
 
 
-def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> OelmReport:
+def freeze_again(
+    model: nn.Module, config: OelmConfig, note: Mapping[str, Any], chosen: Sequence[Projection] | None
+) -> OelmReport:
+    """The state that a note describes, on weights that were saved in it; nothing is written into them."""
+    proven = chosen is not None
+    chosen = _choose(model, config) if chosen is None else chosen
+    known = {p.key for p in chosen}
+    if odd := sorted(set(note["frozen"]) - known):
+        raise ValueError(
+            f"model: has no projection {odd[0]}, which the note says was frozen; the note is of another model"
+        )
+    report = _freeze_and_report(model, chosen, config, proven)
+    rows = []
+    for row in report.projections:
+        noted = note["frozen"].get(row.projection.key)
+        for _, parameter in row.projection.parameters(model) if row.projection.role in config.freeze else []:
+            parameter.requires_grad_(noted is None)
+        kind, gain = (noted["init"], noted["gain"]) if noted else (row.kind, row.gain)
+        rows.append(replace(row, frozen=noted is not None, kind=kind, gain=gain))
+    report = replace(
+        report,
+        projections=tuple(rows),
+        fingerprints=dict(note["fingerprints"]),
+        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        carried=True,  # as far as it was when the model was saved
+    )
+    model.oelm_report = report  # type: ignore[assignment]
+    write_note(model, report)
+    return report
+
+
+def _freeze_and_report(
+    model: nn.Module, chosen: Sequence[Projection], config: OelmConfig, proven: bool = False
+) -> OelmReport:
+    frozen_before = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     _freeze(model, chosen, config)
     add_recovery(model, chosen, config)
     rows = []
@@ -173,6 +239,9 @@ def _freeze_and_report(model: nn.Module, chosen: Sequence[Projection], config: O
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         projections=tuple(rows),
         fingerprints=fingerprints(model, rows),
+        frozen_before=frozen_before,
+        left=left_alone(model),
+        proven=proven,
     )
     model.oelm_report = report  # type: ignore[assignment]
     return report
@@ -193,6 +262,7 @@ def fingerprints(model: nn.Module, rows: Iterable[Row]) -> dict[str, str]:
 
 def _frame(projection: Projection, config: OelmConfig) -> Tensor:
     p = projection
+    assert config.seed is not None  # drawn by apply_oelm where the user left it open
     return make_frame(
         config.role("init", p.role), seed=config.seed, layer=p.place, role=p.role, heads=p.heads,
         head_dim=p.head_dim, d_in=p.d_in, gain=config.role("gain", p.role), offset=_offset(p, config),
@@ -210,6 +280,9 @@ def _trained_at_first(config: OelmConfig) -> bool:
 
 def _freeze(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) -> None:
     _hold(model, chosen, config)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # its fast path reads in_proj_weight, which a split layer keeps in pieces
     if _trained_at_first(config):  # split like the others, so that no parameter changes its name later
         for projection in chosen:
             if projection.role in config.freeze:
@@ -221,15 +294,16 @@ def _hold(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) ->
     for projection in chosen:
         if projection.role not in config.freeze:
             continue
-        owner = model.get_submodule(projection.module)
-        if (projection.bias and projection.bias_layout.fused) or projection.layout.fused:
+        owner = owner_of(model, projection.module)
+        if shared_with_trained(projection, config):
             if not hasattr(owner, "whole"):  # q's turn splits for k too
                 split(owner, projection.bias_layout, config.freeze)
             continue
-        for name in filter(None, (projection.name, projection.bias)):
-            model.get_parameter(name).requires_grad_(False)
+        for _, parameter in projection.parameters(model):
+            parameter.requires_grad_(False)
         identity = config.role("init", projection.role) == "identity" and not _trained_at_first(config)
-        if identity and isinstance(owner, nn.Linear) and projection.head_dim <= projection.d_in:
+        alone = isinstance(owner, nn.Linear) and not projection.layout.fused and multiplies_plainly(owner)
+        if identity and alone and projection.head_dim <= projection.d_in:
             reads_only = getattr(model.get_submodule(projection.attention), "reads_projections_only", False)
             gain, offset = config.role("gain", projection.role), _offset(projection, config)
             slice_identity(owner, projection, gain, offset, copies=not reads_only)
@@ -255,18 +329,6 @@ def _choose_layers(found: list[Projection], config: OelmConfig) -> list[Projecti
     if not kept:
         raise ValueError(f"layers_to_transform: {wanted!r} leaves no layer to transform")
     return kept
-
-
-def _check_tensor(model: nn.Module, projection: Projection, gain: float) -> None:
-    weight = projection.weight(model)
-    if weight.is_meta:
-        raise ValueError(f"model: {projection.name} is on the meta device; load its weights first")
-    if gain > torch.finfo(weight.dtype).max / 1e3 if weight.is_floating_point() else False:
-        raise ValueError(f"gain: {gain:g} is too large for {weight.dtype}")
-    if not weight.is_floating_point() or weight.element_size() < 2 or type(weight.data) is not Tensor:
-        raise ValueError(
-            f"model: {projection.name} holds quantised weights ({weight.dtype}); apply OELM to the full-precision model"
-        )
 
 
 def _fingerprint(tensor: Tensor) -> str:

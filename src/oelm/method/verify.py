@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from .frames import ORTHONORMAL, orthogonality_error
+from .layout import unwrap
+from .recovery import PENDING, Recovered
 from .surgery import OelmReport, fingerprints
 
 
@@ -25,13 +28,25 @@ def verify(
     """Raises VerifyError with the tensor's name unless every promise holds.
 
     `report` defaults to the one surgery left on the model; `expected` are fingerprints from elsewhere,
-    such as a saved run. Wrappers (DDP, DataParallel, torch.compile, PEFT) are looked through.
+    such as a saved run. Without `optimizer`, every optimizer alive in this process is looked at; () looks at none.
+    Wrappers (DDP, DataParallel, torch.compile, PEFT) are looked through.
     """
     model = unwrap(model)
     report = report or getattr(model, "oelm_report", None)
     if report is None:
         raise VerifyError("model: OELM was not applied to it, so there is nothing to verify")
-    optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    if report.config.schedule and not report.carried:
+        raise VerifyError(
+            "schedule: nobody carries it out, so what is frozen would never change; `oelm train` does, OelmCallback "
+            "does in the Hugging Face Trainer, your own loop calls follow_schedule and change_state (docs/method.md)"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, Recovered) and module.oelm_pending is not None:
+            raise VerifyError(f"{name}: {PENDING}")
+    if optimizer is None:
+        optimizers: Sequence[torch.optim.Optimizer] = _alive()
+    else:
+        optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
 
     for row in report.projections:
@@ -59,17 +74,9 @@ def verify(
             raise VerifyError(f"{name}: bytes changed since surgery")
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel, torch.compile and PEFT wrappers."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
-        elif type(model).__module__.startswith("peft."):
-            model = model.get_base_model()  # type: ignore[operator]
-        else:
-            return model
+def _alive() -> list[torch.optim.Optimizer]:
+    # type(), not isinstance: asking a lazy module or a dead proxy for its class would wake or break it
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]
 
 
 def _tolerance(weight: torch.Tensor) -> float:

@@ -1,1 +1,1 @@
-"""Records of a study -> what they say: tables, figures and verdicts, each number with the runs behind it."""
+"""How what the numbers say looks: tables, figures, pages. Reads evidence only."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..study import stats
-from .analysis import Analysis, Arm, Setting, accuracy, comparable
+from .. import stats
+from ..evidence.analysis import Analysis, Arm, Setting, accuracy, comparable
 from .elements import EMPTY, Cell, Number, Table, interval, p_text
 from .tables import arm_cell, number_key
 
@@ -19,9 +19,10 @@ def answers_table(analysis: Analysis) -> Table | None:
     columns = (
         ("Arm", ""), ("Split", "the one that decides is marked"), ("Examples", "number of seeds below"),
         ("Accuracy", f"mean over seeds; below its {percent} Wilson interval, the sampling error of so many examples"),
+        ("Majority", "share of the most frequent label: the accuracy of always giving it"),
         ("Over seeds", "lowest and highest accuracy"),
-        ("Only arm right", "answers, over all paired seeds, that the arm got right and the baseline wrong"),
-        ("Only baseline right", "answers that the baseline got right and the arm wrong"),
+        ("Only arm right", "answers, over all paired seeds, that the arm got right and the reference wrong"),
+        ("Only reference right", "answers that the reference got right and the arm wrong"),
         ("p(same answers)", "McNemar, pooled over paired seeds, an example's answers flipped together; uncorrected"),
     )  # fmt: skip
     note = (
@@ -38,7 +39,7 @@ def _row(analysis: Analysis, setting: Setting, arm: Arm, split: str) -> tuple[Ce
     place = Cell((split,), ("decides",) if split == (rule.split or "validation") else ())
     found = accuracy(arm.runs, split, rule.confidence)
     if found is None:
-        return (name, place, *[EMPTY] * 6)
+        return (name, place, *[EMPTY] * 7)
     each = [float(run.answers[split].mean()) for run in arm.runs]
     count = Number(f"{key}.seeds", len(each), f"{len(each)}", arm.ids)
     level = Number(f"{key}.accuracy", found.mean, f"{found.mean:.2%}", arm.ids)
@@ -47,6 +48,7 @@ def _row(analysis: Analysis, setting: Setting, arm: Arm, split: str) -> tuple[Ce
         Cell((Number(f"{key}.examples", found.examples, f"{found.examples:,}", arm.ids),),
              (count, " seed" + "s" * (len(each) != 1))),
         Cell((level,), interval(f"{key}.wilson", found.wilson, ".2%", arm.ids)),
+        Cell((Number(f"{key}.majority", share := arm.runs[0].majority[split], f"{share:.2%}", arm.ids),)),
         Cell(interval(f"{key}.range", (min(each), max(each)), ".2%", arm.ids)),
         *_mcnemar(analysis, setting, arm, split, key),
     )  # fmt: skip

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from html.parser import HTMLParser
 from pathlib import Path
 
-from .analysis import analyse
+from ..evidence.analysis import analyse
 from .content import Content, content, numbers
 from .html import render, svg_digest
 
@@ -17,10 +17,10 @@ _FIGURE = re.compile(r'<figure data-figure="([^"]*)" data-v="([^"]*)" data-svg="
 
 @dataclass
 class _Page(HTMLParser):
-    """The numbers of a page: those with a key, and those in other text."""
+    """The numbers of a page, which have a key, and all of its text."""
 
     keyed: dict[str, tuple[str, str]] = field(default_factory=dict)  # key -> (data-v, text shown)
-    loose: Counter[str] = field(default_factory=Counter)  # texts that hold a digit
+    texts: list[str] = field(default_factory=list)  # all text in its order, a keyed number by its key
     twice: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -41,13 +41,14 @@ class _Page(HTMLParser):
             if key in self.keyed:
                 self.twice.append(key)
             self.keyed[key] = value, " ".join("".join(text).split())
+            self.texts.append(f"[{key}]")
             self._open = None
 
     def handle_data(self, data: str) -> None:
         if self._open:
             self._open[3].append(data)
-        elif not self._skipped and re.search(r"\d", data):
-            self.loose[" ".join(data.split())] += 1
+        elif not self._skipped and not data.isspace():
+            self.texts.append(" ".join(data.split()))
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,26 @@ def check_report(folder: Path, html: Path) -> Checked:
             (value, text), (right, right_text) = old.keyed[key], new.keyed[key]
             exact = f" (unrounded: {value} and {right})" if text == right_text else ""
             found.append(f"{name}: the page says {text}, the records give {right_text}{exact}")
-    found += [f"text: the page says {text!r}, which the records do not give" for text in old.loose - new.loose]
-    found += [f"text: the records give {text!r}, which the page lacks" for text in new.loose - old.loose]
+    found += _texts(old.texts, new.texts)
     return Checked(len(new.keyed), len(_FIGURE.findall(derived)), found + _figures(shown, derived))
 
 
 def _names(report: Content) -> dict[str, str]:
     """Where each number stands, as a reader of the page finds it: table, row, column."""
     return {p.number.key: ", ".join(filter(None, (p.table, p.row, p.column))) for p in numbers(report)}
+
+
+def _texts(old: list[str], new: list[str]) -> list[str]:
+    """Where the words differ, or their order: a verdict, a mark, the name of an arm."""
+    found = []
+    for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            said, right = (" ".join(t for t in side if not t.startswith("[")) for side in (old[a:b], new[c:d]))
+            if said != right:
+                found.append(f"text: the page says {said!r}, the records give {right!r}")
+            elif old[a:b] != new[c:d] and not set(old[a:b]) ^ set(new[c:d]):
+                found.append(f"text: numbers stand in another order after {old[a - 1] if a else 'the top'!r}")
+    return found
 
 
 def _parsed(text: str) -> _Page:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .analysis import Analysis
+from ..evidence.analysis import Analysis
 from .answers import answers_table
 from .design import design_table
 from .details import claims_table, difference_table, environments, facts, published_table, rate_table, rule, run_table
 from .elements import Number, Piece, Table, plain
 from .heads import heads_table
 from .notices import Notice, notices
+from .samples import samples_table
 from .tables import Clause, arm_tables, headline
 from .timing import baseline_time_table, timing_table
 
@@ -62,6 +63,7 @@ def content(analysis: Analysis) -> Content:
         timing_table,
         baseline_time_table,
         heads_table,
+        samples_table,
         published_table,
         difference_table,
         design_table,

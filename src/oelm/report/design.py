@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..evidence.analysis import Analysis
 from ..study.plan import Cell as Planned
-from .analysis import Analysis
 from .elements import Cell, Table
 from .tables import arm_cell
 

@@ -6,11 +6,12 @@ import json
 import math
 from collections import Counter, defaultdict
 
+from ..evidence.analysis import ENOUGH, Analysis, Arm, Comparison, Setting
+from ..evidence.records import Measured
+from ..evidence.start import reference_start
 from ..study.plan import Cell as Planned
 from ..study.published import DOUBTS, PUBLISHED, Published
-from .analysis import ENOUGH, Analysis, Arm, Comparison, Setting
 from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
-from .records import Measured
 from .tables import arm_cell, effect, number_key
 
 
@@ -28,7 +29,7 @@ def published_table(analysis: Analysis) -> Table | None:
         ("Arm", ""), ("Row", "of the published record"), ("Published", "perplexity or accuracy, one run"),
         ("Measured", "perplexity of the mean loss, or mean accuracy"),
         ("Published effect", "against the published baseline: ratio of perplexities, or points of accuracy"),
-        ("Measured effect", "against the baseline at the same seeds"),
+        ("Measured effect", "against the reference at the same seeds"),
         ("Steps", "measured; published below"), ("Step", "median time measured; published below"),
     )  # fmt: skip
     note = "The published rows are single runs, and their learning rates were not searched for alike."
@@ -118,14 +119,14 @@ def difference_table(analysis: Analysis) -> Table | None:
     unit = "nats of validation loss; positive is worse" if loss else "points of accuracy; negative is worse"
     percent = f"{analysis.study.decide.confidence:.0%}"
     columns = (
-        ("Arm", ""), ("Pairs", "seeds finished in both arms"), ("Mean", f"arm − baseline, {unit}"),
+        ("Arm", ""), ("Pairs", "seeds finished in both arms"), ("Mean", f"arm − reference, {unit}"),
         (f"t, {percent}", "decides"), (f"BCa, {percent}", "bootstrap; too narrow below ~20 pairs"),
         ("p(no difference)", "exact sign-flip test, two-sided, uncorrected: is there any difference? decides nothing"),
         ("p(margin)", "t test, two-sided, corrected: is the cost the margin itself? the verdict's own p; below, "
          "one-sided and uncorrected, of “worse by the margin or more”"),
         ("Level", "confidence of the interval held against the margin, after the correction; below, against zero"),
     )  # fmt: skip
-    return Table("paired", "Paired differences", columns, tuple(rows), f"Arm − baseline, in {unit}.")
+    return Table("paired", "Paired differences", columns, tuple(rows), f"Arm − reference, in {unit}.")
 
 
 def _margin_p(key: str, c: Comparison) -> Cell:
@@ -223,7 +224,7 @@ def rule(analysis: Analysis) -> list[str]:
         correction = (
             f"Holm's correction over the {comparisons} comparisons of this study: each verdict uses the interval at "
             f"the level that Holm's procedure leaves it, between {percent} and {strictest:.2%}; "
-            "claims about the margin and claims to be better than the baseline are corrected each among themselves."
+            "claims about the margin and claims to be better than the reference are corrected each among themselves."
         )
     provisional = f"Provisional: fewer than {ENOUGH} pairs, or too few for the sign-flip test to reach the level."
     rates = "Each arm uses the learning rate that the study file gives it; none was searched for."
@@ -240,9 +241,11 @@ def rule(analysis: Analysis) -> list[str]:
     return [
         f"Compared: {what}.",
         f"Paired by seed with {d.reference}: the same initialisation seed and the same batches. {rates}",
+        f"The reference, {d.reference}, starts from {reference_start(study)}.",
         f"Margin: {limit}.",
         f"Superior: the t interval of the mean paired difference ({percent} before correction) lies below zero. "
-        "Non-inferior: it lies below the margin. Inferior: it lies above the margin. Else inconclusive. "
+        "Non-inferior: it lies below the margin. Inferior: it lies above the margin. "
+        "Worse, margin undecided: it lies above zero, and the margin inside it. Else inconclusive. "
         f"{provisional}",
         correction,
     ]

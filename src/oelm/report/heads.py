@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..study.stats import seed_spread
-from .analysis import Analysis, Arm, Setting
+from ..evidence.analysis import Analysis, Arm, Setting
+from ..evidence.records import ProbedRun
+from ..stats import seed_spread
 from .elements import EMPTY, Cell, Number, Table, interval
-from .records import ProbedRun
 from .tables import arm_cell, number_key
 
 MEANING = {

@@ -12,8 +12,8 @@ from pathlib import Path
 from jinja2 import Environment
 from markupsafe import Markup
 
+from ..evidence.analysis import Analysis, analyse
 from ..record import write_atomically
-from .analysis import Analysis, analyse
 from .content import Content, content
 from .elements import Cell, Number
 from .plots import DASHES, PALETTE, Figure, figures
@@ -93,7 +93,7 @@ def _print(html: Path, pdf: Path) -> None:
 
 def _belongs(figure: Figure, title: str) -> bool:
     kind, _, place = figure.key.partition(".")
-    return kind in ("curves", "differences", "rates") and place == title
+    return kind in ("curves", "differences", "clock", "rates", "attention") and place == title
 
 
 def _numeric(rows: tuple[tuple[Cell, ...], ...]) -> list[bool]:

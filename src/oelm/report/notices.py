@@ -7,9 +7,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import RunConfig
-from ..study.stats import smallest_p
-from .analysis import Analysis
+from ..evidence.analysis import Analysis
+from ..stats import smallest_p
 
 SHOWN = 8  # names listed in a notice before "and n more"
 ASTRAY = 0.1  # nats above the median of an arm's seeds, which commonly lie within a few hundredths of each other
@@ -34,6 +33,7 @@ def notices(analysis: Analysis) -> list[Notice]:
         *_savings(analysis, "noise"),
         *_machines(analysis),
         *_unprobed(analysis),
+        *_redefined(analysis),
     ]
     return [Notice("warning", text) for text in warnings] + [Notice("note", text) for text in notes]
 
@@ -116,28 +116,11 @@ def _savings(analysis: Analysis, standing: str) -> list[str]:
 
 def _other_bench(analysis: Analysis) -> list[str]:
     """A timing of another model says nothing about this one."""
-    if analysis.other_bench is None or analysis.other_bench.shape is None:
+    if analysis.other_bench is None:
         return []
-    shape, cells = analysis.other_bench.shape, [cell for cell, _ in (*analysis.compare, *analysis.search)]
-    timed = ", ".join([*(f"{k}={v}" for k, v in shape.model.items()), f"batch {shape.batch_size}"])
-    text = f"bench.json was timed with another shape ({timed}, {shape.context} tokens) and is left out."
-    return [f"{text} The right one: {bench_command(analysis, cells[0].config)}" if cells else text]
-
-
-def bench_command(analysis: Analysis, config: RunConfig) -> str:
-    """What a user types to time this study's arms."""
-    study = analysis.study
-    arms = [study.decide.reference, *(arm for arm in study.arms if arm != study.decide.reference)]
-    plain = [arm for arm in arms if not study.arms[arm].get("method")]
-    model = config.model.model_dump(exclude_none=True)
-    words = [f"model={model.pop('name')}", *(f"model.{key}={value}" for key, value in model.items())]
-    words += [f"train.batch_size={config.train.batch_size}"]
-    if config.task:
-        words += [f"task={config.task.name}", f"task.max_length={config.task.max_length}"]
-    vocab = config.data.tokenizer.removeprefix("bpe:")
-    if not config.task and vocab.isdecimal():
-        words += [f"--vocab {vocab}"]
-    return f"oelm bench step --arms {','.join(plain)} {' '.join(words)} -o FOLDER/bench.json"
+    size = " --size SIZE" if len(analysis.study.sizes) > 1 else ""
+    command = f"oelm bench step FILE{size} -o FOLDER/bench.json, with this study's file and folder"
+    return [f"bench.json is left out: it {analysis.other_bench}. The right one: {command}."]
 
 
 def _threads(analysis: Analysis) -> list[str]:
@@ -200,6 +183,15 @@ def _machines(analysis: Analysis) -> list[str]:
     differing = sorted(key for key in found[0] if len({json.dumps(e.get(key)) for e in found}) > 1)
     what = "version of the source" if differing == ["git"] else ", ".join(differing)
     return [f"The runs come from {len(found)} environments, which differ in: {what}; see “Where it ran”."]
+
+
+def _redefined(analysis: Analysis) -> list[str]:
+    """Arms whose name stands for something else by now."""
+    found = {(cell.group.arm, run.arm_then) for cell, run in (*analysis.search, *analysis.compare) if run.arm_then}
+    return [
+        f"{arm} was defined otherwise when these runs were made: {changed}. See the method card for its present name."
+        for arm, changed in sorted(found)
+    ]
 
 
 def _unprobed(analysis: Analysis) -> list[str]:

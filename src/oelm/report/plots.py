@@ -15,11 +15,12 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
-from .analysis import Analysis, Arm, Setting
+from ..evidence.analysis import Analysis, Arm, Setting
 from .tables import arm_index, shown
 
 PALETTE = 13  # --arm-0 ... --arm-12 in the page
@@ -53,7 +54,8 @@ def figures(analysis: Analysis) -> list[Figure]:
     made = [_forest(analysis, setting) for setting in analysis.settings]
     made += [_savings(analysis, where) for where in dict.fromkeys(row.where for row in analysis.savings())]
     for setting in analysis.settings:
-        made += [_curves(analysis, setting), _differences(analysis, setting), _rates(analysis, setting)]
+        made += [_curves(analysis, setting), _differences(analysis, setting), _clock(analysis, setting)]
+        made += [_rates(analysis, setting), _attention(analysis, setting)]
     return [figure for figure in made if figure]
 
 
@@ -95,7 +97,7 @@ def _forest(analysis: Analysis, setting: Setting) -> Figure | None:
             side = "center" if not near else "right" if at < other else "left"
             axes.annotate(text, (at, -0.72), xytext=(0, 3), textcoords="offset points", fontsize=7.5, ha=side,
                           color=MUTED)  # fmt: skip
-        axes.set_xlabel("perplexity ÷ baseline's" if loss else "accuracy − baseline's (points)")
+        axes.set_xlabel("perplexity ÷ reference's" if loss else "accuracy − reference's (points)")
 
     labels = [arm.name for arm, *_ in rows]
     data = [(arm.name, *row) for arm, *row in rows]
@@ -167,12 +169,43 @@ def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
             ends += [float(low[late].min()), float(high[late].max())]
         pad = 0.06 * (max(ends) - min(ends))
         axes.set_ylim(min(ends) - pad, max(ends) + pad)
-        _label(axes, "step", "loss − baseline's (nats)")
+        _label(axes, "step", "loss − reference's (nats)")
 
     data = [(arm.name, arm.ids, training.mean(axis=0).tolist()) for arm, _, training, *_ in lines]
     dashed = " Dashed: the margin." if loss else ""
-    caption = f"Paired by seed, on the same batches. Band: {confidence:.0%} t interval. Dots: validation.{dashed}"
+    two = " (of two seeds: both)" if any(len(training) == 2 for _, _, training, *_ in lines) else ""
+    caption = f"Paired by seed, on the same batches. Band: {confidence:.0%} t interval{two}. Dots: validation.{dashed}"
     return _figure(f"differences.{setting.title}", "The cost while training", caption, data, draw)
+
+
+def _clock(analysis: Analysis, setting: Setting) -> Figure | None:
+    """Loss against time: what a faster step is worth. Evaluations and checkpoints are off the clock."""
+    lines = []
+    for arm in setting.arms:
+        evals = [{step: (seconds, loss) for step, loss, seconds in run.evals} for run in arm.runs]
+        steps = sorted(set.intersection(*map(set, evals))) if evals else []
+        if steps:
+            found = np.array([[seen[step] for step in steps] for seen in evals])  # seeds x evaluations x (time, loss)
+            lines.append((arm, np.median(found[..., 0], axis=0), found[..., 1].mean(axis=0)))
+    if not lines:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for arm, seconds, values in lines:
+            index = arm_index(analysis, arm.name)
+            axes.plot(seconds, values, "o", color=colour(index), linestyle=_dash(index), markersize=3.6)
+        late = [values[len(values) // 4 :] for *_, values in lines]
+        bottom, top = min(v.min() for v in late), max(v.max() for v in late)
+        pad = 0.06 * (top - bottom or 1)
+        axes.set_ylim(bottom - pad, top + pad)
+        _label(axes, "seconds of training", "validation loss (nats)")
+
+    data = [(arm.name, arm.ids, seconds.tolist(), values.tolist()) for arm, seconds, values in lines]
+    caption = (
+        "Validation loss, mean over seeds, against the median training time. Runs share a machine, so "
+        "small differences in time are noise."
+    )
+    return _figure(f"clock.{setting.title}", "Loss against time", caption, data, draw)
 
 
 def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
@@ -209,6 +242,47 @@ def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
     return _figure(f"rates.{setting.title}", "Cost against rate", caption, data, draw)
 
 
+def _attention(analysis: Analysis, setting: Setting) -> Figure | None:
+    """A square for every head of each arm's first probed run: heads come in no order, so runs cannot be averaged."""
+    probed = [(arm, runs[0]) for arm in setting.arms if (runs := analysis.probed(arm))]
+    scores = [name for name in ("previous", "induction", "recall") if any(name in run.heads for _, run in probed)]
+    if not scores:
+        return None
+    layers = max(len(run.heads[s]) for _, run in probed for s in scores if s in run.heads)
+    width = max(len(layer) for _, run in probed for s in scores for layer in run.heads.get(s, []))
+    most = {s: max(v for _, run in probed for layer in run.heads.get(s, []) for v in layer) for s in scores}
+    gap, tall = width + 1.2, layers + 1.5
+
+    def draw(axes: Axes) -> None:
+        for column, (arm, run) in enumerate(probed):
+            tint = colour(arm_index(analysis, arm.name))
+            for row, score in enumerate(scores):
+                for y, layer in enumerate(run.heads.get(score, [])):
+                    for x, value in enumerate(layer):
+                        place = (column * gap + x, row * tall + layers - 1 - y)  # the first layer at the bottom
+                        share = value / most[score] if most[score] else 0.0
+                        axes.add_patch(
+                            Rectangle(place, 0.92, 0.92, facecolor=(tint, share), edgecolor=RULE, linewidth=0.4)
+                        )
+            axes.annotate(arm.name, (column * gap + width / 2, -0.4), fontsize=7, rotation=28, annotation_clip=False)
+        middles = [row * tall + layers / 2 for row in range(len(scores))]
+        axes.set_yticks(middles, [f"{score}\nup to {most[score]:.2f}" for score in scores])
+        axes.set_xticks([])
+        axes.grid(visible=False)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        axes.set_xlim(-0.5, len(probed) * gap)
+        axes.set_ylim(len(scores) * tall, -0.3)
+
+    data = [(arm.name, run.id, {s: run.heads.get(s) for s in scores}) for arm, run in probed]
+    caption = (
+        "A square for each head, one run of each arm; a row is a layer, the first at the bottom. "
+        "Dark: much of a query's attention goes there (oelm probe)."
+    )
+    height = 0.9 + 0.16 * tall * len(scores)
+    return _figure(f"attention.{setting.title}", "What each head looks at", caption, data, draw, height, 0.9, 0.65)
+
+
 def _savings(analysis: Analysis, where: str) -> Figure:
     rows = [row for row in analysis.savings() if row.where == where]
     labels = [row.arm for row in rows]
@@ -227,7 +301,7 @@ def _savings(analysis: Analysis, where: str) -> Figure:
         axes.spines["left"].set_visible(False)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol="%"))
         axes.margins(x=0.12)
-        axes.set_xlabel("step time saved against the baseline")
+        axes.set_xlabel("step time saved against the reference")
 
     data = [(r.arm, r.where, r.saving, r.interval, r.ceiling) for r in rows]
     caption = "Thick mark: the ceiling, all that the freeze's arithmetic can save. " + (
@@ -288,8 +362,10 @@ def _evaluated(arm: Arm) -> tuple[list[int], NDArray[np.float64]]:
 
 
 def _band(values: NDArray[np.float64], confidence: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Pointwise t interval of the mean."""
+    """Pointwise t interval of the mean; of two seeds the seeds themselves, whose interval is 13 times as wide."""
     n = len(values)
+    if n == 2:
+        return values.min(axis=0), values.max(axis=0)
     half = stdtrit(n - 1, (1 + confidence) / 2) * values.std(axis=0, ddof=1) / math.sqrt(n)
     return values.mean(axis=0) - half, values.mean(axis=0) + half
 

@@ -6,13 +6,22 @@ import math
 from dataclasses import dataclass, replace
 from itertools import product
 
-from .analysis import Analysis, Arm, Comparison, Setting, accuracy
+from .. import stats
+from ..evidence.analysis import Analysis, Arm, Comparison, Setting, accuracy
 from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
 
-SIGNS = {"superior": "▲", "non-inferior": "✓", "inferior": "✕", "inconclusive": "?", "too few seeds": "…"}
+SIGNS = {
+    "superior": "▲",
+    "non-inferior": "✓",
+    "inferior": "✕",
+    stats.WORSE: "▽",
+    "inconclusive": "?",
+    "too few seeds": "…",
+}
 SAID = {
-    "superior": "Better than the baseline", "non-inferior": "Within the margin", "inferior": "Beyond the margin",
-    "inconclusive": "Inconclusive", "too few seeds": "Too few seeds",
+    "superior": "Better than the reference", "non-inferior": "Within the margin", "inferior": "Beyond the margin",
+    stats.WORSE: "Worse, but by the margin or not is undecided", "inconclusive": "Inconclusive",
+    "too few seeds": "Too few seeds",
 }  # fmt: skip
 
 
@@ -25,8 +34,8 @@ def _arm_table(analysis: Analysis, setting: Setting) -> Table:
     percent = f"{analysis.study.decide.confidence:.0%}"
     columns = (
         ("Arm", "learning rate and number of finished seeds below"),
-        ("PPL ratio", f"to the baseline at the same seeds, with its {percent} t interval")
-        if loss else ("Difference", f"to the baseline at the same seeds, in points, with its {percent} t interval"),
+        ("PPL ratio", f"to the reference at the same seeds, with its {percent} t interval")
+        if loss else ("Difference", f"to the reference at the same seeds, in points, with its {percent} t interval"),
         ("Verdict", "by the rule at the end of this page; below, the interval that decides where the correction makes "
          "it wider, and p(margin): is the cost the margin itself? corrected"),
         ("Loss", f"mean over seeds of the lowest validation loss, in nats, with its {percent} t interval")
@@ -132,7 +141,12 @@ def _verdict_cell(analysis: Analysis, c: Comparison, key: str) -> Cell:
         level = Number(f"{key}.decides.level", c.level, f"{c.level:.1%}", c.runs)
         below = ("by ", *interval(f"{key}.decides", ends, form, c.runs), ", ", level, " · ", *below)
     provisional = ", provisional" if c.provisional else ""
-    return Cell((f"{SIGNS[decision]} {decision}{provisional}",), below, tone=decision.replace(" ", "-"))
+    return Cell((f"{SIGNS[decision]} {decision}{provisional}",), below, tone=tone(decision))
+
+
+def tone(decision: str) -> str:
+    """The class of a verdict on the page."""
+    return decision.partition(",")[0].replace(" ", "-")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable
 
-from .analysis import Analysis
+from ..evidence.analysis import Analysis
 from .content import Content, numbers
 from .elements import Cell, Table, plain
 from .notices import notices

@@ -1,4 +1,4 @@
-"""Time: the step's, beside its ceiling, and the training's until the baseline's loss is reached."""
+"""Time: the step's, beside its ceiling, and the training's until the reference's loss is reached."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import statistics
 import numpy as np
 from numpy.typing import NDArray
 
+from ..evidence.analysis import Analysis, Arm, Setting
 from ..study.watch import duration_text
-from .analysis import Analysis, Arm, Setting
 from .elements import EMPTY, Cell, Number, Piece, Table, interval, seconds_text
 from .tables import arm_cell, number_key
 
@@ -31,12 +31,12 @@ def timing_table(analysis: Analysis) -> Table | None:
             Cell((POSSIBLE[row.standing],), tone="inferior" if row.standing == "impossible" else "quiet"),
         ))  # fmt: skip
     columns = (
-        ("Arm", ""), ("Step", "median time of a training step"), ("Saved", "of the baseline's step time"),
+        ("Arm", ""), ("Step", "median time of a training step"), ("Saved", "of the reference's step time"),
         ("Ceiling", "share of the step's arithmetic that the freeze removes: no saving can be larger"),
         ("Possible?", "is the saving at most the ceiling? a negative one is a slower step"),
     )  # fmt: skip
     note = (
-        "Timed in turns with the baseline in one process (oelm bench step)."
+        "Timed in turns with the reference in one process (oelm bench step)."
         if analysis.bench
         else "From the clocks of separate runs, which share their machine with whatever else it does: not a fair "
         "comparison. For one, run oelm bench step and put its JSON into the study folder as bench.json."
@@ -52,20 +52,20 @@ def baseline_time_table(analysis: Analysis) -> Table | None:
         if target is not None:
             rows += [_reached_row(analysis, setting, arm, target) for arm in setting.arms if arm.runs]
     columns = (
-        ("Arm", ""), ("Target", "the baseline's lowest validation loss, mean over seeds"),
+        ("Arm", ""), ("Target", "the reference's lowest validation loss, mean over seeds"),
         ("Step", "of the first evaluation at which the arm's mean over seeds is at or below the target"),
         ("Training time", "until then: the runs' own clocks, evaluation and checkpoints left out, mean over seeds"),
-        ("÷ baseline's", "training time against the baseline's own"),
-        ("Steps by training loss", "÷ the baseline's: until the training loss, mean over seeds and over a twentieth of "
-                                   "the steps, stays at or below the baseline's at its end; the interval is a "
+        ("÷ reference's", "training time against the reference's own"),
+        ("Steps by training loss", "÷ the reference's: until the training loss, mean over seeds and over a twentieth "
+                                   "of the steps, stays at or below the reference's at its end; the interval is a "
                                    "bootstrap over paired seeds"),
     )  # fmt: skip
     note = (
         "Read at evaluations, so no finer than their interval; n/a: never reached in this many steps. The seconds are "
         "those of separate processes and of whatever else their machine did: the steps are the fair comparison. The "
-        "last column has a target of its own, the baseline's training loss at its end, and is not bound to evaluations."
+        "last column has its own target, the reference's training loss at its end, and is not bound to evaluations."
     )
-    return Table("reached", "Time to the baseline's loss", columns, tuple(rows), note) if rows else None
+    return Table("reached", "Time to the reference's loss", columns, tuple(rows), note) if rows else None
 
 
 def _mean_losses(arm: Arm) -> dict[int, float]:
@@ -83,7 +83,7 @@ def _reached(arm: Arm, target: float) -> tuple[int, float] | None:
 
 
 def _steps_cell(analysis: Analysis, arm: Arm, base: Arm, key: str, ids: tuple[str, ...]) -> Cell:
-    """The steps that an arm needs by its training loss, over the baseline's."""
+    """The steps that an arm needs by its training loss, over the reference's."""
     ours, theirs = ({run.seed: run.curve for run in a.runs} for a in (arm, base))
     seeds = sorted(ours.keys() & theirs.keys())
     window = min((theirs[seed].size for seed in seeds), default=0) // PARTS

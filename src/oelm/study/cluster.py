@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,11 +22,14 @@ from ..config import RunConfig
 from ..integrity import TRUST, trusts_remote_code
 from ..record import claimed, is_claimed, record_text
 from .execute import handling
+from .gpus import give
 from .plan import Cell, Execution
 from .watch import look, unsettled
 
-RETRIES = 3  # of a run whose node or worker dies; it starts anew elsewhere
+RETRIES = 3  # of a run whose node or worker dies; on a disk that all nodes reach it goes on, else it starts anew
+PATIENCE = 120  # seconds until a claim on a folder that a dead node held must have ended
 IN_FLIGHT = 256  # runs handed to Ray at a time: each holds its claim, which is an open file
+WORK, MARK = ".node", ".home"  # where a node works inside a run folder that it reaches, and how it knows
 RECORD = ("metrics.jsonl", "timing_stats.json", "predictions.json", "training.log", "run.json")
 
 Files = dict[str, bytes]  # path inside the run folder -> content
@@ -47,7 +51,11 @@ def run_on_ray(
     resources: dict[str, Any] = {"num_cpus": execution.cpus_per_run, "num_gpus": execution.gpus_per_run}
     if trusts_remote_code():
         resources["runtime_env"] = {"env_vars": {TRUST: "1"}}
+    if not execution.gpus_per_run and ray.cluster_resources().get("GPU"):
+        say("the cluster has GPUs, and execution.gpus_per_run is 0: the runs take CPUs")
     task = ray.remote(**resources, max_retries=RETRIES, max_calls=1)(_run_and_pack)
+    alone: set[str] = set()  # nodes that do not reach our folders
+    gpu = execution.gpus_per_run > 0
     tokens = _tokens_so_far(cells)
     waiting, elsewhere, flying = deque(queue), list[Cell](), dict[Any, tuple[Cell, ExitStack]]()
     done = len(cells) - len(queue)
@@ -72,15 +80,20 @@ def run_on_ray(
                 if look(cell).status == "finished":  # by another launcher, meanwhile
                     claim.close()
                     continue
-                flying[task.remote(cell.config, os.getcwd(), keep_model)] = cell, claim
+                token = _mark(cell.folder)
+                flying[task.remote(cell.config, os.getcwd(), keep_model, token, gpu)] = cell, claim
             ready = ray.wait(list(flying), num_returns=1, timeout=1.0)[0] if flying else []
             for ref in ready:
                 cell, claim = flying.pop(ref)
                 done += 1
                 with claim:
                     try:
-                        bring_home(cell, ray.get(ref), tokens)
+                        files, node = ray.get(ref)
+                        bring_home(cell, files, tokens)
                         problem = look(cell).problem
+                        if node and node not in alone:
+                            alone.add(node)
+                            say(f"{node} does not reach {cell.folder.parent}: a run whose node dies starts anew there")
                     except (ValueError, ray.exceptions.RayError) as error:
                         problem = f"{cell.folder}: {str(error).strip().splitlines()[-1]}"
                 if problem:
@@ -113,7 +126,7 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
     record["config"] = cell.config.to_record()  # the node's scratch folder is gone
     files = files | {"run.json": record_text(record).encode()}
     arriving = cell.folder / ".arriving"
-    for leftover in (".arriving", "last", "previous", "best"):  # of an earlier try that was never finished
+    for leftover in (".arriving", "last", "previous", "best", WORK):  # of tries that came to nothing
         shutil.rmtree(cell.folder / leftover, ignore_errors=True)
     for name, content in files.items():
         (arriving / name).parent.mkdir(parents=True, exist_ok=True)
@@ -124,23 +137,45 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
     for path in sorted(arriving.iterdir(), key=lambda path: path.name == "run.json"):
         os.replace(path, cell.folder / path.name)
     arriving.rmdir()
+    (cell.folder / MARK).unlink(missing_ok=True)
 
 
-def _run_and_pack(config: RunConfig, home: str, keep_model: bool) -> Files:
-    """On a node: one run in a scratch folder. A run that failed comes back as such, with its traceback."""
+def _mark(folder: Path) -> str:
+    """Leaves a word in the run folder by which a node can tell that it sees this very folder."""
+    token = uuid.uuid4().hex
+    (folder / MARK).write_text(token)
+    return token
+
+
+def _run_and_pack(config: RunConfig, home: str, keep_model: bool, token: str, gpu: bool) -> tuple[Files, str | None]:
+    """On a node: one run, and the node's name if it does not reach the run's folder at home.
+
+    Where it does, the run works inside that folder, so that a second try elsewhere goes on from the first one's
+    checkpoint; else in a scratch folder of the node's own. A run that failed comes back as such, with its traceback.
+    """
     from ..training.run import run_training
 
     if os.path.isdir(home):  # so that relative paths mean on a shared disk what they mean at home
         os.chdir(home)
+    if not gpu:
+        give(None)
+    mark = config.folder / MARK
+    shared = mark.is_file() and mark.read_text() == token
     with tempfile.TemporaryDirectory(prefix="oelm-") as scratch:
-        folder = Path(scratch) / "run"
+        folder = config.folder / WORK if shared else Path(scratch) / "run"
+        until = time.monotonic() + PATIENCE
+        while is_claimed(folder) and time.monotonic() < until:  # by the first try, whose process is still dying
+            time.sleep(1.0)
         try:
-            run_training(config.model_copy(update={"out": str(folder)}), quiet=True)
+            system = config.system.model_copy(update={"prefixes": None})  # a node's disk is its own
+            run_training(config.model_copy(update={"out": str(folder), "system": system}), quiet=True)
         except Exception:
-            if not (folder / "run.json").exists():
+            record = folder / "run.json"
+            if not record.exists() or json.loads(record.read_text())["status"] != "failed":
                 raise
         wanted = [folder / name for name in RECORD] + (list((folder / "best").glob("*")) if keep_model else [])
-        return {str(path.relative_to(folder)): path.read_bytes() for path in wanted if path.exists()}
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in wanted if path.exists()}
+        return files, None if shared else socket.gethostname()
 
 
 def _tokens_so_far(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -159,8 +194,10 @@ def _connect(address: str | None) -> Any:
             socket.create_connection((host, int(port)), timeout=5).close()
         except OSError as error:
             raise ValueError(f"--address: nothing answers at {host}:{port} ({error.strerror or error})") from None
+    # On loopback Ray would take this machine's outer address for its own, and wait for an answer there.
+    place = {"_node_ip_address": "127.0.0.1"} if host in ("127.0.0.1", "localhost") else {}
     try:
-        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING, **place)
     except ConnectionError as error:
         where = f"at {address}" if address else "on this machine"
         raise ValueError(f"--address: no Ray cluster {where} ({str(error).splitlines()[0]})") from None

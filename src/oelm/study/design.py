@@ -19,11 +19,11 @@ from ..data.tasks import load_task
 from ..models.counts import Counts, gpt_counts
 from ..models.presets import vocabulary
 from ..record import read_metrics, timing_stats
+from ..stats import minimum_detectable, smallest_p
 from .execute import THREADS, share_cores
 from .gpus import gpu_memory
 from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, groups, search_runs
 from .search import Point
-from .stats import minimum_detectable, smallest_p
 from .watch import Seen, duration_text, planned
 
 # Prints the FLOP/s of the fastest of a few single-precision products.

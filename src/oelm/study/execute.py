@@ -21,12 +21,14 @@ from typing import Any, NoReturn
 
 from ..config import RunConfig
 from ..record import is_claimed
+from ..training.prefix import TrunkBusy, drop_unneeded, is_held, trunk_name
 from .gpus import GpuClaims, give, gpu_memory, pick_gpu
 from .plan import Cell, Execution, StudyConfig, check_runs, choose, comparison_runs, groups
 from .watch import begin, diverged, look, losses, searched, unsettled
 
 BUSY = 75  # exit code of a child that found its run taken
 ATTEMPTS = 2  # of a run whose process is killed
+STARTING = 20.0  # seconds until a run that was started has claimed what it needs
 TICK = 1.0  # seconds between looks at the GPUs, at other launchers' runs and at the screen
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 Say = Callable[[str], None]
@@ -99,6 +101,7 @@ class _Launcher:
         ready: Callable[[], object],
     ) -> None:  # fmt: skip
         queue, self.problems = unsettled(cells)
+        self.cells = cells
         self.queue, self.total, self.began = deque(queue), len(cells), time.time()
         self.execution, self.say, self.tick, self.gpus, self.ready = execution, say, tick, gpus, ready
         self.children: list[_Child] = []
@@ -150,7 +153,7 @@ class _Launcher:
 
     def _start(self) -> None:
         """Starts runs while there is room."""
-        while self.queue and len(self.children) < self.slots:
+        while len(self.children) < self.slots and self._next_to_front():
             gpu = None
             if self.on_gpu:
                 gpu = self._take_gpu()
@@ -163,11 +166,28 @@ class _Launcher:
             elif seen.status in ("finished", "damaged") or self._just_failed(seen.record):
                 self._over(cell)
             else:
-                system = cell.config.system.model_copy(update={"threads": self.threads})
-                config = cell.config.model_copy(update={"system": system})
+                config = self._placed(cell)
                 process = self.context.Process(target=_child, args=(config, gpu), name=cell.folder.name)
                 process.start()
                 self.children.append(_Child(cell, process, gpu))
+
+    def _placed(self, cell: Cell) -> RunConfig:
+        """The run as it is going to be started."""
+        system = cell.config.system.model_copy(update={"threads": self.threads})
+        return cell.config.model_copy(update={"system": system})
+
+    def _next_to_front(self) -> bool:
+        """Turns the queue to a run whose first steps nobody else is taking; False while there is none."""
+        for _ in range(len(self.queue)):
+            config = self._placed(self.queue[0])
+            trunk = trunk_name(config)
+            starting = {  # these have not claimed theirs yet
+                trunk_name(self._placed(c.cell)) for c in self.children if time.monotonic() - c.started < STARTING
+            }
+            if trunk is None or (trunk not in starting and not is_held(config)):
+                return True
+            self.queue.rotate(-1)
+        return False
 
     def _take_gpu(self) -> str | None:
         """A GPU with room that no other launcher of ours on this machine has claimed."""
@@ -206,6 +226,8 @@ class _Launcher:
 
     def _over(self, cell: Cell, seconds: float | None = None) -> None:
         seen = look(cell)
+        if cell.config.system.prefixes:
+            drop_unneeded((self._placed(c), look(c).status not in ("finished", "failed")) for c in self.cells)
         self.done += 1
         if seen.record is None or seen.problem:
             self._problem(cell, seen.problem.removeprefix(f"{cell.folder}: "))
@@ -253,6 +275,8 @@ def _child(config: RunConfig, gpu: str | None) -> None:
 
     try:
         run_training(config)
+    except TrunkBusy:
+        sys.exit(BUSY)
     except ValueError:
         if is_claimed(config.folder):
             sys.exit(BUSY)

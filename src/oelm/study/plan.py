@@ -353,4 +353,11 @@ def _cell(
     name = "-".join(filter(None, parts))
     out = str(study.folder / f"{name}-{config.id}")
     placed = config.model_copy(update={"name": name, "out": out})
+    if budget and stage == "compare":
+        lengths = [length for length in study.budgets_of(group.size) if length]
+        shared = {
+            "prefixes": str(study.folder / ".prefixes"),
+            "prefix_steps": sorted({config.train.decay_start(length) for length in lengths}),
+        }
+        placed = placed.model_copy(update={"system": placed.system.model_copy(update=shared)})
     return Cell(stage, group, seed, study.searched if point else (), point, budget, placed)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .stats import Interval, median_interval
+from ..stats import Interval, median_interval
 
 TOLERANCE = 0.1  # a yardstick farther off than this spoils the turns beside it
 ROUNDS = 12  # six pairs are the fewest that have an interval

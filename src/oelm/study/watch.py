@@ -163,6 +163,19 @@ def planned(study: StudyConfig) -> tuple[list[Cell], list[Group], dict[str, Seen
     return search + later, [group for group in groups(study) if search and group not in chosen], seen
 
 
+def first_runs(folder: Path) -> dict[Group, Cell]:
+    """Of each group one finished run of the comparison, at the first seed that has a saved model."""
+    cells, _, seen = planned(read_study(folder))
+    found: dict[Group, Cell] = {}
+    for cell in cells:
+        done = cell.stage == "compare" and seen[cell.config.id].status == "finished"
+        if done and (cell.folder / "best" / "config.json").exists():
+            found.setdefault(cell.group, cell)
+    if not found:
+        raise ValueError(f"{folder}: no finished run of the comparison has a saved model; see oelm study status")
+    return found
+
+
 def rows(folder: Path, study: StudyConfig | None = None) -> list[dict[str, Any]]:
     """One row a run, with the keys of COLUMNS; None where there is nothing to say yet."""
     study = study or read_study(folder)

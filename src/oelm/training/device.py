@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, broadcast, gather_object
 from torch import Tensor, nn
 
 from ..config import RunConfig
@@ -31,7 +31,9 @@ def start_accelerator(config: RunConfig, **options: Any) -> Accelerator:
         torch.use_deterministic_algorithms(True)
     # Without `cpu`, processes started on a machine with no GPU do not find each other.
     mixed = precision if precision in ("bf16", "fp16") else "no"
-    return Accelerator(mixed_precision=mixed, cpu=device.type == "cpu", **options)
+    # DDP's gradients live in its own buckets instead of beside them.
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    return Accelerator(mixed_precision=mixed, cpu=device.type == "cpu", kwargs_handlers=[ddp], **options)
 
 
 def make_ready(model: nn.Module, config: RunConfig, accelerator: Accelerator) -> tuple[nn.Module, list[Any]]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import RunConfig
-from ..method.schedule import change_state, change_steps
+from ..method.schedule import change_state, follow_schedule
 from ..record import Run
 from .optim import regroup
 
@@ -25,8 +25,8 @@ class Freezer:
     ) -> None:  # fmt: skip
         self.run, self.model, self.optimizers, self.config = run, model, optimizers, config
         self.scaler, self.total, self.wrappers = accelerator.scaler, total, accelerator._models
+        self.steps = follow_schedule(model, total)
         report: Any = model.oelm_report
-        self.steps = change_steps(report, total)
         self.rows = {row.projection.key: row.projection for row in report.projections}
         self.wrapper_is_old = False
         self.freed: dict[str, nn.Parameter] = {}
@@ -56,8 +56,9 @@ class Freezer:
                 torch._dynamo.reset()  # an old graph would never give a freed weight its gradient
             if isinstance(model, DistributedDataParallel):  # its reducer knows only what was trained when it was made
                 wrapper = DistributedDataParallel(
-                    model.module, device_ids=model.device_ids, output_device=model.output_device
-                )
+                    model.module, device_ids=model.device_ids, output_device=model.output_device,
+                    gradient_as_bucket_view=model.gradient_as_bucket_view,
+                )  # fmt: skip
                 # the old one's gradient buckets live as long as anything knows it
                 self.wrappers[:] = [wrapper if known is model else known for known in self.wrappers]
                 return wrapper

@@ -30,6 +30,7 @@ from .clock import WARMUP, Clock
 from .device import agree_on_start, upload
 from .freezing import Freezer
 from .optim import learning_rate, set_learning_rate
+from .prefix import Trunk, shared_steps, trunk_name
 from .screen import Screen
 
 ASK_EVERY = 10  # steps between the moments at which processes agree on stopping, time and checkpoints
@@ -114,9 +115,9 @@ class Stopper:
 
 def train(
     run: Run | None, model: nn.Module, optimizers: list[Any], task: Task, config: RunConfig, accelerator: Accelerator,
-    stopper: Stopper, quiet: bool = False,
+    stopper: Stopper, quiet: bool = False, trunk: Trunk | None = None,
 ) -> tuple[Progress, int | None]:  # fmt: skip
-    """Trains to the end or to a signal. `run` is None in all processes but the first.
+    """Trains to the end or to a signal. `run` is None in all processes but the first, as is the `trunk` that it shares.
 
     Returns where it stands and the signal that stopped it, if one did.
     """
@@ -129,6 +130,7 @@ def train(
     if run:
         run.update(total_steps=total)
     book = _Bookkeeper(run, screen, clock, task, accelerator, config, total)
+    shared = shared_steps(config, total)
 
     def checkpoint() -> None:
         book.flush(progress)
@@ -137,7 +139,8 @@ def train(
         if not torch.stack(finite).all():
             raise TrainingFailed(f"a weight is not finite after step {progress.step}; {ADVICE}")
         start = time.perf_counter()
-        meta = {"id": config.id, **asdict(progress), **(run.metrics_mark() if run else {})}
+        meta = {"id": config.id, "trunk": trunk_name(config), **asdict(progress)}
+        meta |= run.metrics_mark() if run else {}
         if freezer.steps:
             meta["frozen"] = inner.oelm_report.fingerprints  # type: ignore[union-attr]
         if accelerator.scaler is not None:
@@ -175,9 +178,11 @@ def train(
                 book.flush(progress)
                 _evaluate(run, model, task, accelerator, folder, progress, screen)
             due = progress.step % system.checkpoint_every == 0 if system.checkpoint_every else evaluated
-            if due or late or stop or ended:
+            if due or late or stop or ended or progress.step in shared:
                 checkpoint()
                 last_saved = time.monotonic()
+            if run and trunk and progress.step in shared:
+                trunk.keep(progress.step, run.facts)
             if stop and not ended:
                 return progress, stopper.signal or signal.SIGTERM
             if ended:
@@ -237,7 +242,8 @@ def _take_up(
         if run:
             run.rewind(0)
         return Progress()
-    if meta["id"] != config.id:
+    branched = meta["id"] != config.id and meta.get("trunk") is not None and meta["trunk"] == trunk_name(config)
+    if meta["id"] != config.id and not branched:
         raise ValueError(
             f"{folder / meta['folder']}: is of run {meta['id']}, not of {config.id}; choose another out=..."
         )
@@ -253,8 +259,10 @@ def _take_up(
             os.replace(best, folder / "best")
         if meta["folder"] == "previous":
             set_aside_damaged(folder)
+        if branched:
+            run.append("branch", step=progress.step, run=meta["id"])
         run.append("resume", step=progress.step)
-        run.say(f"resumed at step {progress.step}")
+        run.say(f"resumed at step {progress.step}" + (f", from where run {meta['id']} came by" if branched else ""))
     accelerator.wait_for_everyone()
     return progress
 

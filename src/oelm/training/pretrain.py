@@ -20,7 +20,8 @@ from ..data.batches import Tokens, train_batch, val_batches
 from ..data.corpus import Split
 from ..data.tokens import Manifest, prepare
 from ..method.surgery import dry_oelm
-from ..models.build import build_gpt
+from ..models.causal import arguments, build_language_model, check_tokenizer, context_of, has_weights
+from ..models.gpt import GPT
 
 FEW = 4  # windows
 
@@ -32,6 +33,7 @@ class LanguageModelling:
     config: RunConfig
     splits: dict[Split, Tokens]
     context: int
+    ours: bool = True  # whether the model is our GPT; a Hugging Face model takes other arguments
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -47,7 +49,7 @@ class LanguageModelling:
             self.splits["train"], seed=self.config.data_seed, step=step, batch_size=size, context=self.context,
             rows=slice(part * share, (part + 1) * share),
         )  # fmt: skip
-        return {"input_ids": x, "shift_labels": y}
+        return arguments(self.ours, x, y)
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         metrics = self.measure("val", model, accelerator, self.config.train.eval_tokens)
@@ -68,8 +70,8 @@ class LanguageModelling:
             # Every process takes part in every batch, with nothing to count if need be: sharded models must agree.
             x, y = (x[mine], y[mine]) if len(x[mine]) else (x[:1], torch.full_like(y[:1], -100))
             counted = int((y >= 0).sum())  # on the host, where y still is
-            x, y = (tensor.to(accelerator.device, non_blocking=True) for tensor in (x, y))
-            loss = model(input_ids=x, shift_labels=y).loss
+            given = arguments(self.ours, x, y)
+            loss = model(**{name: t.to(accelerator.device, non_blocking=True) for name, t in given.items()}).loss
             if counted:
                 total[0] += loss.double() * counted
                 total[1] += counted
@@ -128,9 +130,12 @@ class Pretraining:
 
     def check(self) -> None:
         """Builds the model without weights: what cannot be built must fail before a folder is claimed for it."""
+        config = self.config
+        check_tokenizer(config.model, config.data.tokenizer, "tokenizer" not in config.data.model_fields_set)
         with torch.device("meta"):
-            model = build_gpt(self.config.model, self.config.model.vocab_size or 257, seed=0)
-        dry_oelm(model, self.config.method.oelm(self.config.init_seed))
+            model = build_language_model(config.model, config.model.vocab_size or 257, seed=0, pretrained=False)
+        context_of(model, config.model)
+        dry_oelm(model, config.method.oelm(config.init_seed))
 
     def prepare(self, progress: bool) -> tuple[dict[str, Any], str]:
         folder, manifest = prepare_data(self.config.data, self.config.system, progress)
@@ -138,16 +143,21 @@ class Pretraining:
             "data_folder": str(folder),
             "data_sha256": {name: manifest.check(folder, name) for name in manifest.splits},  # as read, not as said
         }  # fmt: skip
+        if has_weights(self.config.model):
+            facts["model_sha256"] = _weights_sha256(self._build(manifest.vocab_size))
         return facts, "tokens: " + ", ".join(f"{split.tokens:,} {name}" for name, split in manifest.splits.items())
 
     def build(self) -> tuple[nn.Module, LanguageModelling, tuple[int, None]]:
         config, folder = self.config, data_folder(self.config.data, self.config.system)
-        model = build_gpt(config.model, Manifest.load(folder).vocab_size, config.init_seed)
-        context, vocab_size = model.config.context, model.config.vocab_size
+        model = self._build(Manifest.load(folder).vocab_size)
+        context, vocab_size = context_of(model, config.model), model.config.vocab_size
         splits = {split: Tokens.open(folder, split, vocab_size=vocab_size) for split in Manifest.load(folder).splits}
         for tokens in splits.values():
             tokens.windows(context)  # raises when a split is shorter than one context
-        return model, LanguageModelling(config, splits, context), (context, None)
+        return model, LanguageModelling(config, splits, context, isinstance(model, GPT)), (context, None)
+
+    def _build(self, vocab_size: int) -> Any:
+        return build_language_model(self.config.model, vocab_size, self.config.init_seed)
 
     def finish(self, model: nn.Module, task: LanguageModelling, accelerator: Accelerator) -> dict[str, Any]:
         """What the best model does on the test split, all of it, if there is one."""
@@ -156,3 +166,11 @@ class Pretraining:
         model.eval()
         with torch.no_grad(), accelerator.autocast():
             return {"test": {"metrics": task.measure("test", model, accelerator)}}
+
+
+def _weights_sha256(model: nn.Module) -> str:
+    """Of the weights that a run starts from: a folder can change under its name."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(model.state_dict().items()):
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -15,10 +15,12 @@ from ..config import RunConfig
 from ..data.corpus import check_corpus
 from ..data.tasks import check_task, describe
 from ..flops import run_flops
+from ..method.schedule import follow_schedule
 from ..method.surgery import apply_oelm
 from ..method.verify import verify
-from ..models.build import build_gpt
+from ..models.causal import arguments, build_language_model, context_of
 from ..models.classifiers import build_classifier
+from ..models.gpt import GPT
 from ..models.presets import vocabulary
 from ..runtime import check_trackers, synchronize
 from .clock import Clock
@@ -35,6 +37,7 @@ class RandomTokens:
     context: int
     classes: int | None = None  # of a classifier; None for a language model
     end: int | None = None  # token that ends a text, where the model has one
+    ours: bool = True  # whether the model is our GPT
 
     steps_per_epoch = None
 
@@ -46,7 +49,7 @@ class RandomTokens:
         ids = torch.randint(self.vocab_size, (self.batch_size, self.context + 1), generator=generator)
         ids = ids[part * self.batch_size // parts : (part + 1) * self.batch_size // parts].clone()
         if self.classes is None:
-            return {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}
+            return arguments(self.ours, ids[:, :-1], ids[:, 1:])
         x = ids[:, :-1].contiguous()
         if self.end is not None:  # some models want one token that ends the text, at the same place in all
             x[x == self.end] = (self.end + 1) % self.vocab_size
@@ -69,8 +72,9 @@ def random_model(config: RunConfig, vocab_size: int | None = None) -> tuple[Any,
     A task's sequences are taken to be `task.max_length` long. `vocab_size` is our GPT's, by default its tokenizer's.
     """
     if config.task is None:
-        model = build_gpt(config.model, vocab_size or vocabulary(config.data.tokenizer), config.init_seed)
-        return model, model.config.context, None
+        size = vocab_size or vocabulary(config.data.tokenizer)
+        model = build_language_model(config.model, size, config.init_seed, pretrained=False)
+        return model, context_of(model, config.model), None
     labels = describe(config.task).labels
     if config.task.style == "text":
         raise ValueError(
@@ -82,7 +86,8 @@ def random_model(config: RunConfig, vocab_size: int | None = None) -> tuple[Any,
 
 def random_tokens(model: Any, batch_size: int, context: int, classes: int | None) -> RandomTokens:
     end = getattr(model.config, "eos_token_id", None)
-    return RandomTokens(model.config.vocab_size, batch_size, context, classes, end if isinstance(end, int) else None)
+    known = end if isinstance(end, int) else None
+    return RandomTokens(model.config.vocab_size, batch_size, context, classes, known, isinstance(model, GPT))
 
 
 def rehearse(config: RunConfig) -> str:
@@ -104,7 +109,8 @@ def rehearse(config: RunConfig) -> str:
     seconds = time.perf_counter() - start
     if not loss.isfinite():
         raise ValueError(f"the loss of the first step is not finite ({loss.item()})")
-    verify(model, report, optimizer=optimizers)
+    follow_schedule(model, 1)  # none of its changes falls into this one step
+    verify(model, optimizer=optimizers)
     shape = f"{config.train.batch_size} x {context} random tokens"
     frozen = "; frozen bytes unchanged" if report.frozen else ""
     return "\n".join(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from ..runtime import (
 from .device import compile_now, launched_with_others, make_ready, share_weights, start_accelerator
 from .finetune import Classification, FineTuning
 from .loop import Stopper, TrainingFailed, total_steps, train
+from .prefix import Trunk, trunk_name
 from .pretrain import LanguageModelling, Pretraining
 
 SAME = 1e-2  # share by which the loss of a saved classifier may differ: corrections are merged, sums have another order
@@ -91,7 +93,7 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         accelerator.wait_for_everyone()  # until the first process holds the folder and the data is there
         with stopper.listening():
             return _operate(config, job, accelerator, None, stopper, quiet, None)
-    with claimed(folder):
+    with claimed(folder), _trunk(config) as trunk:
         if accelerator.num_processes == 1 and (finished := _finished(config)):  # by another launcher, meanwhile
             return finished
         found, sentence = job.prepare(not quiet)
@@ -104,11 +106,13 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         }  # fmt: skip
         run = Run.open(folder, facts, quiet)
         run.say(f"run {config.id} in {folder}; {sentence}")
+        if trunk:
+            trunk.take_up(run.facts)
         accelerator.wait_for_everyone()
         try:
             with stopper.listening():
                 peak = measure_peak(accelerator.device, precision) * accelerator.num_processes
-                return _operate(config, job, accelerator, run, stopper, quiet, peak)
+                return _operate(config, job, accelerator, run, stopper, quiet, peak, trunk)
         except SystemExit:
             raise
         except BaseException as error:
@@ -118,6 +122,19 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
                 run.log("stopped at once" if stopped else f"failed: {error}")
                 run.close("stopped", error=None) if stopped else run.close("failed", error=text)
             raise
+
+
+@contextmanager
+def _trunk(config: RunConfig) -> Iterator[Trunk | None]:
+    """The beginning that this run shares with runs of other lengths, if it does; held while the run is in it."""
+    trunk = Trunk(config, config.train.max_steps or 0) if trunk_name(config) else None
+    try:
+        if trunk:
+            trunk.claim()
+        yield trunk
+    finally:
+        if trunk:
+            trunk.release()
 
 
 def _finished(config: RunConfig) -> dict[str, Any] | None:
@@ -135,7 +152,7 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
 
 def _operate(
     config: RunConfig, job: Job, accelerator: Accelerator, run: Run | None, stopper: Stopper, quiet: bool,
-    peak: float | None,
+    peak: float | None, trunk: Trunk | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     if accelerator.distributed_type == DistributedType.FSDP:
         # Else Transformers loads weights in the first process alone, and Accelerate hands them on by building the model
@@ -157,7 +174,7 @@ def _operate(
     if config.system.trackers:
         accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
 
-    progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, stopper, quiet)
+    progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, stopper, quiet, trunk)
     verify(model, optimizer=wrapped)
     for tracker in accelerator.trackers:
         tracker.finish()

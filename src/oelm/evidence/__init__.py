@@ -1,0 +1,1 @@
+"""What the numbers say, and nothing about how it looks."""

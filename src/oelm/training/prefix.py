@@ -1,0 +1,172 @@
+"""Runs of several lengths share their beginning: the state at a step is named by what determined it.
+
+Until its rate begins to fall, a run cannot tell how long it is going to be. So all lengths of one arm, size, rate and
+seed are one trunk up to there: the first run that passes such a step leaves its state behind, and a longer run starts
+from the longest one that exists. It is bit for bit what it would have become alone.
+
+<system.prefixes>/<trunk>/<step>/   last/ (a checkpoint), best/ and metrics.jsonl as they were after that step
+<system.prefixes>/<trunk>/.claim    locked by the run that is extending the trunk, so that no step is taken twice
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ..config import RunConfig
+from ..integrity import check_folder
+from ..record import CLAIM, METRICS, is_claimed
+
+OWN = ("max_steps", "max_tokens", "max_time", "decay_share")  # of `train`: what only the end of a run depends on
+PARTS = ("last", "best")  # folders of a run that are never written in place, so that links to their files are copies
+
+
+class TrunkBusy(ValueError):
+    """Another run is taking the steps that this one would take."""
+
+
+def trunk_name(config: RunConfig) -> str | None:
+    """What decides a run's state until its rate falls, as a name; None for a run that shares nothing."""
+    train, endless = config.train, config.train.max_tokens is None and config.train.max_time is None
+    if not config.system.prefixes or train.decay != "wsd" or not endless or config.method.oelm(0).schedule:
+        return None  # a schedule's moments are shares of the whole run
+    science = config.science()
+    science["train"] = {key: value for key, value in science["train"].items() if key not in OWN}
+    determined = [science, config.system.threads, version("torch"), _source()]
+    return hashlib.sha256(json.dumps(determined, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def shared_steps(config: RunConfig, total: int) -> list[int]:
+    """The steps of a run of `total` after which its state is worth keeping."""
+    last = config.train.decay_start(total)
+    return [step for step in sorted(config.system.prefix_steps) if step <= last] if trunk_name(config) else []
+
+
+class Trunk:
+    """The shared beginning of a run, held by the one run that may extend it."""
+
+    def __init__(self, config: RunConfig, total: int) -> None:
+        self.folder = Path(config.system.prefixes or "") / str(trunk_name(config))
+        self.run = config.folder
+        self.last = config.train.decay_start(total)
+        self.lock = FileLock(self.folder / CLAIM)
+
+    def claim(self) -> None:
+        """Holds the trunk until `release`, unless the run is past it already."""
+        if _step(self.run / "last") >= self.last:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            raise TrunkBusy(f"{self.run}: another run is taking its first steps; wait for it") from None
+
+    def release(self) -> None:
+        self.lock.release()
+
+    def take_up(self, facts: dict[str, Any]) -> int | None:
+        """Puts the longest kept state that the run can use in its folder; the step of it, if there was one."""
+        for step in sorted(kept_steps(self.folder), reverse=True):
+            place = self.folder / str(step)
+            if step > self.last or step <= max(_step(self.run / part) for part in ("last", "previous")):
+                continue
+            try:
+                same = json.loads((place / "facts.json").read_text()) == self._facts(facts)
+                for part in PARTS:
+                    check_folder(place / part) if (place / part).exists() else None
+            except (OSError, ValueError):
+                same = False
+            if not same:  # damaged, or of other data
+                continue
+            for part in ("previous", *PARTS):
+                shutil.rmtree(self.run / part, ignore_errors=True)
+            metrics = self.run / f".{METRICS}.new"
+            shutil.copyfile(place / METRICS, metrics)
+            os.replace(metrics, self.run / METRICS)
+            _link(place / "best", self.run / "best")
+            shutil.rmtree(self.run / ".saving", ignore_errors=True)
+            _link(place / "last", self.run / ".saving")
+            os.replace(self.run / ".saving", self.run / "last")  # from here on the run goes on from there
+            return step
+        return None
+
+    def keep(self, step: int, facts: dict[str, Any]) -> None:
+        """Leaves the state of a run that has just written its checkpoint of this step."""
+        place, saving = self.folder / str(step), self.folder / ".saving"
+        if not place.exists() and self.lock.is_locked:
+            shutil.rmtree(saving, ignore_errors=True)
+            for part in PARTS:
+                _link(self.run / part, saving / part)
+            size = json.loads((self.run / "last" / "meta.json").read_text())["metrics_size"]
+            (saving / METRICS).write_bytes((self.run / METRICS).read_bytes()[:size])
+            (saving / "facts.json").write_text(json.dumps(self._facts(facts)))
+            os.replace(saving, place)
+        if step >= self.last:
+            self.release()
+
+    @staticmethod
+    def _facts(facts: dict[str, Any]) -> dict[str, Any]:
+        """What else decides the numbers and is known only once a run has begun."""
+        return json.loads(json.dumps({key: facts.get(key) for key in ("data_sha256", "precision", "processes")}))
+
+
+def is_held(config: RunConfig) -> bool:
+    """Whether a run is extending this run's trunk now."""
+    name = trunk_name(config)
+    return bool(name) and is_claimed(Path(config.system.prefixes or "") / str(name))
+
+
+def drop_unneeded(configs: Iterable[tuple[RunConfig, bool]]) -> None:
+    """Removes the kept states that no run needs; `configs`: all runs of a study, and whether each still has to run."""
+    needed: dict[Path, set[int]] = {}
+    for config, waiting in configs:
+        if (name := trunk_name(config)) and config.system.prefixes:
+            folder = Path(config.system.prefixes) / name
+            usable = [s for s in kept_steps(folder) if s <= config.train.decay_start(config.train.max_steps or 0)]
+            needed.setdefault(folder, set()).update([max(usable)] if waiting and usable else [])
+    for folder, steps in needed.items():
+        unneeded = [step for step in kept_steps(folder) if step not in steps]
+        if unneeded and not is_claimed(folder):  # nobody is reading there
+            for step in unneeded:
+                shutil.rmtree(folder / str(step), ignore_errors=True)
+
+
+def kept_steps(folder: Path) -> list[int]:
+    return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()] if folder.is_dir() else []
+
+
+def _step(checkpoint: Path) -> int:
+    """The step of a checkpoint; -1 where there is none that can be read."""
+    try:
+        return int(json.loads((checkpoint / "meta.json").read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
+def _link(source: Path, target: Path) -> None:
+    """A copy of a folder that costs no space, where the file system can."""
+    if source.exists():
+        try:
+            shutil.copytree(source, target, copy_function=os.link)
+        except (OSError, shutil.Error):
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target)
+
+
+@cache
+def _source() -> str:
+    """A hash of our own source: another version may compute other late digits."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()

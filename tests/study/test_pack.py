@@ -1,0 +1,96 @@
+"""A study in one file says what its folder says, and nothing once a byte of it has changed."""
+
+import lzma
+import tarfile
+
+import pytest
+from report.fake_study import fake_study
+
+from oelm.evidence.analysis import analyse
+from oelm.record import claimed
+from oelm.report.check import check_report
+from oelm.report.html import write_report
+from oelm.study.pack import opened, pack, page_of, unpack
+from oelm.study.watch import begin, read_study
+
+
+@pytest.fixture
+def packed(tmp_path):
+    fake_study(tmp_path / "s", examples=0)
+    runs, unfinished = pack(tmp_path / "s", tmp_path / "s.tar.xz")
+    assert (runs, unfinished) == (len(list((tmp_path / "s").glob("*/run.json"))), [])
+    return tmp_path / "s.tar.xz"
+
+
+def test_a_packed_study_gives_the_page_of_its_folder(packed, tmp_path):
+    write_report(packed, page_of(packed))
+    assert page_of(packed) == tmp_path / "s.html"
+    assert check_report(tmp_path / "s", tmp_path / "s.html").differences == []
+    assert check_report(packed, tmp_path / "s.html").differences == []
+    assert opened(packed).name == "s"  # the page's title does not depend on where it lies
+    assert opened(tmp_path / "s") == tmp_path / "s"
+
+
+def test_the_same_study_is_the_same_bytes_and_unpacks_to_go_on(packed, tmp_path):
+    unpack(packed, tmp_path / "again" / "s")
+    pack(tmp_path / "again" / "s", tmp_path / "again.tar.xz")
+    assert (tmp_path / "again.tar.xz").read_bytes() == packed.read_bytes()
+    with pytest.raises(ValueError, match="is there already"):
+        unpack(packed, tmp_path / "s")
+
+
+def test_damage_is_one_clear_line(packed, tmp_path):
+    content = packed.read_bytes()
+    other = tmp_path / "other.tar.xz"
+    for damaged in (content[:-100], content[:5000], b"", b"plain text", lzma.compress(b"no archive")):
+        other.write_bytes(damaged)
+        with pytest.raises(ValueError, match="other.tar.xz: damaged") as caught:
+            analyse(other)
+        assert "\n" not in str(caught.value)
+    folder = tmp_path / "taken apart"
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder, filter="data")
+        names = archive.getnames()
+
+    def packed_again(names):
+        with tarfile.open(other, "w:xz") as archive:
+            for name in names:
+                archive.add(folder / name, name)
+
+    run = next(name for name in names if name.endswith("run.json"))
+    packed_again([name for name in names if name != run])
+    with pytest.raises(ValueError, match="run.json is missing"):
+        analyse(other)
+    (folder / run).write_text((folder / run).read_text().replace("3", "4", 1))
+    packed_again(names)
+    with pytest.raises(ValueError, match="run.json does not match its checksum"):
+        analyse(other)
+    (folder / "up").write_text("")
+    with tarfile.open(other, "w:xz") as archive:
+        archive.add(folder / "up", "../up")
+    with pytest.raises(ValueError, match="does not belong into a study"):
+        analyse(other)
+
+
+def test_what_still_runs_is_not_packed_and_a_changed_design_is_found(packed, tmp_path):
+    run = next((tmp_path / "s").glob("*/run.json")).parent
+    with claimed(run), pytest.raises(ValueError, match="is running"):
+        pack(tmp_path / "s", tmp_path / "x.tar.xz")
+    begin(read_study(tmp_path / "s").model_copy(update={"name": "t"}).at(tmp_path / "t"))
+    path = tmp_path / "t" / "study.json"
+    path.write_text(path.read_text().replace("1.05", "1.06"))
+    with pytest.raises(ValueError, match="does not match its own checksum"):
+        read_study(tmp_path / "t")
+
+
+def test_an_arm_of_another_study_can_be_the_reference(tmp_path):
+    fake_study(tmp_path / "ours", search=False, noise=0.002)
+    fake_study(tmp_path / "theirs", search=False, noise=0.002, cost={"baseline": 0.0, "fair": -0.02})
+    pack(tmp_path / "theirs", tmp_path / "theirs.tar.xz")
+    look = analyse(tmp_path / "ours", f"{tmp_path / 'theirs.tar.xz'}:fair")
+    means = {arm.name: arm.comparison.paired.mean for _, arm, _ in look.comparisons()}
+    assert look.study.decide.reference == "fair@theirs"
+    assert means["baseline"] == pytest.approx(0.02, abs=0.004)
+    assert set(means) == set(read_study(tmp_path / "ours").arms)
+    with pytest.raises(ValueError, match="not an arm of theirs"):
+        analyse(tmp_path / "ours", f"{tmp_path / 'theirs'}:nobody")
