@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import yaml
-from oelm.report.analysis import analyse
 
+from oelm.evidence.analysis import analyse
 from oelm.record import read_metrics, read_run, timing_stats
 from oelm.report.content import content
 from oelm.study.execute import run_study

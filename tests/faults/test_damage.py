@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 from faults.subjects import clear, copied, numbers, oelm
-from oelm.report.analysis import analyse
 from report.fake_study import fake_study
 
+from oelm.evidence.analysis import analyse
 from oelm.integrity import file_sha256
 from oelm.record import read_run, record_text
 from oelm.report.content import content

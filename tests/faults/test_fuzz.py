@@ -146,7 +146,7 @@ def test_tsv_csv_and_jsonl_of_a_task(ledger, tmp_path, content):
         dict(zip(("text", "label"), line.split("\t"), strict=False))
         for line in content.decode("utf-8", "replace").split("\n")
     ]
-    rows = "\n".join(json.dumps(row) for row in objects[1:]).encode()
+    rows = "\n".join(json.dumps(row) for row in objects[1:] if row["text"]).encode()
     for kind, written in (("tsv", content), ("csv", commas), ("jsonl", rows)):
         path = tmp_path / f"rows.{kind}"
         path.write_bytes(written)

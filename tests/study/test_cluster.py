@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from tiny import write_corpus
 
-from oelm.record import losses, read_metrics, read_run
+from oelm.record import is_claimed, losses, read_metrics, read_run
 from oelm.study.cluster import _mark, _run_and_pack, bring_home, run_on_ray
 from oelm.study.execute import run_local, run_study
 from oelm.study.plan import Execution, comparison_runs, load_study
@@ -197,3 +198,20 @@ def test_a_run_that_fails_on_a_node_brings_its_traceback_home(cluster, study_fil
     assert list(problems) == [oelm.folder]
     assert "Traceback" in read_run(oelm.folder)["error"]
     assert look(baseline).status == "finished"
+
+
+@pytest.mark.slow
+def test_a_driver_asked_to_end_gives_its_claims_back_and_ends_with_143(cluster, study_file):
+    words = ["lr=null", "base.train.max_steps=1000000", "base.train.eval_every=500000"]
+    command = [sys.executable, "-m", "oelm.cli", "study", "run", str(study_file), *words, "--on", "ray"]
+    process = subprocess.Popen([*command, "--address", cluster.address], stderr=subprocess.PIPE, text=True)
+    cells = comparison_runs(load_study(study_file, words), {})
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not any(is_claimed(cell.folder) for cell in cells):
+        time.sleep(0.2)
+    time.sleep(5)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 143, errors
+    assert "Traceback" not in errors
+    assert not any(is_claimed(cell.folder) for cell in cells)

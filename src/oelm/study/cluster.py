@@ -21,7 +21,7 @@ from typing import Any
 from ..config import RunConfig
 from ..integrity import TRUST, trusts_remote_code
 from ..record import claimed, is_claimed, record_text
-from .execute import handling, leave
+from .execute import handling
 from .gpus import give
 from .plan import Cell, Execution
 from .watch import look, unsettled
@@ -59,11 +59,14 @@ def run_on_ray(
     tokens = _tokens_so_far(cells)
     waiting, elsewhere, flying = deque(queue), list[Cell](), dict[Any, tuple[Cell, ExitStack]]()
     done = len(cells) - len(queue)
-    handlers = ExitStack()  # after Ray has begun, whose own handler dumps a stack
+    # Noted, not raised: Ray would turn an exit inside its wait into code 1. After it has begun, for it sets its own.
+    asked, handlers = list[int](), ExitStack()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        handlers.enter_context(handling(number, leave))
+        handlers.enter_context(handling(number, lambda signal, frame: asked.append(signal)))
     try:
         while waiting or elsewhere or flying:
+            if asked:
+                raise SystemExit(128 + asked[0])
             free = [cell for cell in elsewhere if not is_claimed(cell.folder)]
             elsewhere = [cell for cell in elsewhere if cell not in free]
             waiting.extend(free)

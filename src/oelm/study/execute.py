@@ -82,7 +82,7 @@ def run_local(
     """
     launcher = _Launcher(cells, execution, say, tick, gpus or gpu_memory, ready)
     if launcher.queue:
-        with handling(signal.SIGTERM, leave), handling(signal.SIGHUP, leave):
+        with handling(signal.SIGTERM, _leave), handling(signal.SIGHUP, _leave):
             launcher.run()
     return launcher.problems
 
@@ -315,7 +315,7 @@ def _start_forkserver() -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def leave(number: int, frame: object) -> NoReturn:
+def _leave(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
