@@ -66,14 +66,19 @@ class Fit:
             return None
         i, unit = self.terms.index(term), math.log(2) ** {"level": 0, "ND": 2}.get(term, 1)
         value, half = self.coefficients[i] * unit, self._t * math.sqrt(self.covariance[i, i]) * unit
-        return float(value), Interval(float(value - half), float(value + half))
+        return _tidy(value), Interval(_tidy(value - half), _tidy(value + half))
 
     def predict(self, parameters: float | None, tokens: float, pairs: int = 1) -> Prediction:
         row = _design(self.terms, self.middle, [(parameters, tokens)])[0]
         mean, error = float(row @ self.coefficients), float(row @ self.covariance @ row)
         half = [self._t * math.sqrt(error + extra) for extra in (0.0, (self.between + self.within) / pairs)]
-        sure, new = (Interval(mean - h, mean + h) for h in half)
-        return Prediction(mean, sure, new, pairs)
+        sure, new = (Interval(_tidy(mean - h), _tidy(mean + h)) for h in half)
+        return Prediction(_tidy(mean), sure, new, pairs)
+
+    @property
+    def spreads(self) -> tuple[float, float]:
+        """Standard deviations between trainings and within them, nats."""
+        return _tidy(math.sqrt(self.between)), _tidy(math.sqrt(self.within))
 
     @property
     def _t(self) -> float:
@@ -179,13 +184,14 @@ def fit(gaps: Sequence[Gap], kind: Kind, confidence: float = 0.95) -> Fit | str:
     if np.ptp(y) <= 1e-12 * np.abs(y).max():
         return "all gaps are equal; check that the seeds are different runs"
     runs = tuple(dict.fromkeys(run for gap in gaps for run in gap.runs))
+    labels = [list(dict.fromkeys(groups)).index(group) for group in groups]
     independent = len(set(groups)) == len(gaps)
-    solved = None if independent else _mixed(y, x, groups)
-    note = "every seed has one run, so its own effect cannot be told apart: least squares" if independent else ""
-    if solved is None:
-        note = note or "the mixed model did not converge: least squares, errors clustered by training"
-        solved = _least_squares(y, x, None if independent else groups)
-    return Fit(terms, middle, *solved, df, confidence, note, runs)
+    shared, note = 0.0 if independent else _shared(y, x, labels), ""
+    if independent:
+        note = "every seed has one run, so its own effect cannot be told apart: least squares"
+    elif shared is None:
+        note = "the mixed model did not converge: least squares, errors clustered by training"
+    return Fit(terms, middle, *_solve(y, x, labels, shared), df, confidence, note, runs)
 
 
 def hold_out(gaps: Sequence[Gap], axis: Axis, kind: Kind, confidence: float = 0.95) -> list[Miss] | str:
@@ -253,33 +259,37 @@ def _groups(gaps: Sequence[Gap], terms: Sequence[str]) -> tuple[list[Hashable], 
 Solved = tuple[NDArray[np.float64], NDArray[np.float64], float, float]  # coefficients, covariance, two variances
 
 
-def _mixed(y: NDArray[np.float64], x: NDArray[np.float64], groups: Sequence[Hashable]) -> Solved | None:
-    """By REML; Powell's method, as gradients fail where the variance between trainings is next to nothing."""
+def _shared(y: NDArray[np.float64], x: NDArray[np.float64], labels: Sequence[int]) -> float | None:
+    """Variance between groups ÷ variance within them, by REML; None: it was not found.
+
+    Powell's method, as gradients fail where there is next to none between. Three digits are kept: they are all that
+    matters, and the same on every machine.
+    """
     from statsmodels.regression.mixed_linear_model import MixedLM  # type: ignore[import-untyped]
 
-    scale = float(y.std())
-    labels = [list(dict.fromkeys(groups)).index(group) for group in groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they warn of is tested below
         try:
-            found = MixedLM(y / scale, x, groups=labels).fit(reml=True, method=["powell"])
-            covariance = np.asarray(found.cov_params())[: x.shape[1], : x.shape[1]]
+            model = MixedLM(y / y.std(), x, groups=labels)
+            found = model.fit(reml=True, method=["powell"], xtol=1e-9, ftol=1e-12)
+            ratio = float(found.cov_re[0, 0] / found.scale)
         except (np.linalg.LinAlgError, ValueError):
             return None
-    parts = (np.asarray(found.fe_params), covariance, float(found.cov_re[0, 0]), float(found.scale))
-    if not found.converged or not all(np.isfinite(part).all() for part in parts) or (np.diag(covariance) <= 0).any():
-        return None
-    return parts[0] * scale, covariance * scale**2, parts[2] * scale**2, parts[3] * scale**2
+    return round(float(f"{ratio:.3g}"), 6) if found.converged and math.isfinite(ratio) else None
 
 
-def _least_squares(
-    y: NDArray[np.float64], x: NDArray[np.float64], groups: Sequence[Hashable] | None
-) -> Solved:  # fmt: skip
-    from statsmodels.regression.linear_model import OLS  # type: ignore[import-untyped]
+def _solve(y: NDArray[np.float64], x: NDArray[np.float64], labels: Sequence[int], shared: float | None) -> Solved:
+    """Least squares, generalized to gaps that share an effect; where its size is not known, with clustered errors."""
+    from statsmodels.regression.linear_model import GLS, OLS  # type: ignore[import-untyped]
 
-    model = OLS(y, x)
-    found = model.fit()
-    if groups is not None:
-        labels = np.array([list(dict.fromkeys(groups)).index(group) for group in groups])
-        found = model.fit(cov_type="cluster", cov_kwds={"groups": labels})
-    return np.asarray(found.params), np.asarray(found.cov_params()), 0.0, float(model.fit().mse_resid)
+    if shared is None:
+        found = OLS(y, x).fit()
+        clustered = OLS(y, x).fit(cov_type="cluster", cov_kwds={"groups": np.array(labels)})
+        return found.params, np.asarray(clustered.cov_params()), 0.0, float(found.mse_resid)
+    found = GLS(y, x, sigma=np.eye(len(y)) + shared * np.equal.outer(labels, labels)).fit()
+    return found.params, np.asarray(found.cov_params()), float(shared * found.scale), float(found.scale)
+
+
+def _tidy(value: float) -> float:
+    """Ten digits: the last ones of linear algebra differ between processors, and pages are compared digit by digit."""
+    return float(f"{value:.10g}")
