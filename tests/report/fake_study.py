@@ -48,6 +48,7 @@ def write_run(cell, noise, cost, step_seconds=None, examples=0):
     seed_effect, steps = shared.normal(0, 0.03), config.train.max_steps
     level = 3.2 + cost[arm] + seed_effect + rng.normal(0, noise) + 0.02 * math.log(cell.lr / 2e-3) ** 2
     level -= 0.4 * (cell.group.size == "large") + 0.6 * (cell.group.corpus == "stories")
+    level -= 0.15 * math.log2(cell.budget / 100) if cell.budget else 0.0
     at = np.arange(steps)
     losses = level + 3.5 * np.exp(-at / (0.12 * steps)) + 0.05 + shared.normal(0, 0.05, steps)
     seconds = np.abs(rng.normal((step_seconds or {}).get(arm, 0.0205 - 2e-9 * frozen), 4e-4, steps))

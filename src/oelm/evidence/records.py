@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_valid
 from .. import record
 from ..config import RunConfig
 from ..consistency import check_record
+from ..models.counts import non_embedding
 from ..study.plan import Decide
 from ..study.watch import Seen, diverged
 from ..validation import validation_line
@@ -37,6 +38,8 @@ class Measured:
     seed: int
     lr: float
     steps: int
+    tokens: int  # trained on
+    parameters: int | None  # without token table and positions; None: not known of a model that is not our GPT
     step_seconds: float | None  # median without warm-up; None where a schedule made steps of several kinds
     peak_memory: int  # bytes
     trainable: int
@@ -199,6 +202,8 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
         id=facts["id"], folder=path.name, cell=config.id,
         value=value, best=best, answers=answers, majority=majority,
         seed=config.data_seed, lr=config.train.lr, steps=totals["steps"],
+        tokens=totals["tokens"],
+        parameters=None if config.task else non_embedding(config.model, config.method.oelm(config.init_seed)),
         step_seconds=None if scheduled else record.timing_stats(metrics).get("median_step"),
         peak_memory=totals["peak_memory"],
         trainable=facts["surgery"]["total"] - frozen, frozen=frozen,

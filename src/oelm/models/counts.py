@@ -81,6 +81,14 @@ def gpt_counts(model: ModelConfig, vocab_size: int, method: OelmConfig) -> Count
     )  # fmt: skip
 
 
+def non_embedding(model: ModelConfig, method: OelmConfig) -> int | None:
+    """Parameters of our GPT without its token table and learned positions, so whatever the vocabulary is."""
+    counts = gpt_counts(model.model_copy(update={"vocab_size": 1}), 1, method)
+    if counts is None:
+        return None
+    return counts.total - counts.width * (1 if model.positions == "rotary" else 1 + counts.context)
+
+
 def _layers_changed(method: OelmConfig, layers: int) -> int:
     """How many layers the arm acts on; 0 where that is an error."""
     wanted = method.layers_to_transform

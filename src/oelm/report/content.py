@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..evidence.analysis import Analysis
+from ..evidence.compute import Needed, by_budgets
+from ..evidence.scaling import Scaling, scaling
 from .answers import answers_table
 from .design import design_table
 from .details import claims_table, difference_table, environments, facts, published_table, rate_table, rule, run_table
@@ -12,6 +14,7 @@ from .elements import Number, Piece, Table, plain
 from .heads import heads_table
 from .notices import Notice, notices
 from .samples import samples_table
+from .scaling import compute_table, scaling_tables
 from .tables import Clause, arm_tables, headline
 from .timing import baseline_time_table, timing_table
 
@@ -26,6 +29,8 @@ class Content:
     notices: list[Notice]
     arms: list[Table]  # one for each corpus and size
     more: list[Table]  # answers, timing, heads, published rows, differences: those there is something for
+    laws: list[Scaling]  # behind the tables of size and length, for their figures
+    needed: list[Needed]
     rates: Table | None
     runs: Table
     rule: list[str]
@@ -58,21 +63,23 @@ def numbers(report: Content) -> list[Placed]:
 
 
 def content(analysis: Analysis) -> Content:
-    tables = (
-        answers_table,
-        timing_table,
-        baseline_time_table,
-        heads_table,
-        samples_table,
-        published_table,
-        difference_table,
-        design_table,
-        claims_table,
-    )
-    more = [make(analysis) for make in tables]
+    laws, needed = scaling(analysis), by_budgets(analysis)
+    more = [
+        *scaling_tables(analysis, laws),
+        compute_table(analysis, needed),
+        answers_table(analysis),
+        timing_table(analysis),
+        baseline_time_table(analysis),
+        heads_table(analysis),
+        samples_table(analysis),
+        published_table(analysis),
+        difference_table(analysis),
+        design_table(analysis),
+        claims_table(analysis),
+    ]
     return Content(
         analysis.study.name, analysis.study.question, analysis.study.decide.metric, headline(analysis),
         facts(analysis), notices(analysis),
-        arm_tables(analysis), [table for table in more if table], rate_table(analysis), run_table(analysis),
-        rule(analysis), environments(analysis),
+        arm_tables(analysis), [table for table in more if table], laws, needed,
+        rate_table(analysis), run_table(analysis), rule(analysis), environments(analysis),
     )  # fmt: skip

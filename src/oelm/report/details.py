@@ -19,9 +19,9 @@ def published_table(analysis: Analysis) -> Table | None:
     """Measured next to published, for the arms that reproduce a published row."""
     rows, doubts = [], defaultdict[str, list[str]](list)
     for setting in analysis.settings:
-        base = _published(analysis, setting, analysis.study.decide.reference)
+        base = published_of(analysis, setting, analysis.study.decide.reference)
         for arm in setting.arms:
-            if row := _published(analysis, setting, arm.name):
+            if row := published_of(analysis, setting, arm.name):
                 rows.append(_published_row(analysis, setting, arm, row, base))
                 for text in row.quoted:
                     doubts[text].append(row.id)
@@ -48,7 +48,7 @@ def claims_table(analysis: Analysis) -> Table | None:
     return Table("claims", "Claims of the published record that cannot stand", columns, rows, "")
 
 
-def _published(analysis: Analysis, setting: Setting, arm: str) -> Published | None:
+def published_of(analysis: Analysis, setting: Setting, arm: str) -> Published | None:
     name = analysis.study.published_id(arm, setting.corpus)
     if name and name not in PUBLISHED:
         raise ValueError(f"published.{arm}: no published row {name!r}; there are {', '.join(PUBLISHED)}")

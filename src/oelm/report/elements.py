@@ -73,3 +73,9 @@ def seconds_text(seconds: float) -> str:
 
 def bytes_text(count: float) -> str:
     return f"{count / 2**20:,.0f} MiB" if count < 10 * 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+def count_text(count: float) -> str:
+    """Of parameters or tokens: 98.6k, 1.64M, 410M."""
+    size, unit = next((pair for pair in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if count >= 0.9995 * pair[0]), (1, ""))
+    return f"{count / size:.3g}{unit}"

@@ -19,6 +19,7 @@ from .elements import Cell, Number
 from .plots import DASHES, PALETTE, Figure, figures
 from .text import as_csv, as_json, markdown
 from .text import latex as latex_text
+from .trends import trend_figures
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 LISTED = 12  # run ids in a tooltip
@@ -50,13 +51,17 @@ def render(analysis: Analysis, report: Content) -> str:
     environment.filters["numeric"] = _numeric
     environment.tests["number"] = lambda piece: isinstance(piece, Number)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    drawn = [(figure, Markup(figure.svg), svg_digest(figure.svg)) for figure in figures(analysis)]
+    made = [*figures(analysis), *trend_figures(analysis, report.laws, report.needed)]
+    drawn = [(figure, Markup(figure.svg), svg_digest(figure.svg)) for figure in made]
     legend = [(i % PALETTE, _dasharray(i), arm) for i, arm in enumerate(analysis.study.arms)]
     by_setting = {
         setting.title: [entry for entry in drawn if _belongs(entry[0], setting.title)] for setting in analysis.settings
     }
     overall = [entry for entry in drawn if entry[0].key.startswith(("forest.", "savings."))]
-    return template.render(report=report, legend=legend, overall=overall, by_setting=by_setting, palette=PALETTE)
+    trends = [entry for entry in drawn if entry[0].key.startswith("trend.")]
+    return template.render(
+        report=report, legend=legend, overall=overall, trends=trends, by_setting=by_setting, palette=PALETTE
+    )
 
 
 def svg_digest(svg: str) -> str:

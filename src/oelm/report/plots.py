@@ -107,7 +107,9 @@ def _forest(analysis: Analysis, setting: Setting) -> Figure | None:
     thin = " Thin: the interval that decides, after the correction." if corrected else ""
     caption = f"Dot: mean over paired seeds. Line: {confidence} t interval.{thin} Shaded: acceptable by the rule."
     title = f"What each arm costs{' on ' if setting.title else ''}{setting.title}"
-    return _figure(f"forest.{setting.title}", title, caption, [data, limit], draw, height, left=_room(labels), top=0.28)
+    return draw_figure(
+        f"forest.{setting.title}", title, caption, [data, limit], draw, height, left=_room(labels), top=0.28
+    )
 
 
 def _curves(analysis: Analysis, setting: Setting) -> Figure | None:
@@ -126,11 +128,11 @@ def _curves(analysis: Analysis, setting: Setting) -> Figure | None:
         late = [values[:, len(steps) // 6 :] for _, (steps, values) in arms]
         bottom, top = min(v.min() for v in late), max(v.max() for v in late)
         axes.set_ylim(bottom - 0.04 * (top - bottom), top + 0.04 * (top - bottom))
-        _label(axes, "step", "loss (nats)")
+        label_axes(axes, "step", "loss (nats)")
 
     data = [(arm.name, arm.ids, values.mean(axis=0).tolist()) for arm, (_, values) in arms]
     caption = "Line: training loss, mean over seeds. Band: lowest to highest seed. Dots: validation loss."
-    return _figure(f"curves.{setting.title}", "Loss while training", caption, data, draw)
+    return draw_figure(f"curves.{setting.title}", "Loss while training", caption, data, draw)
 
 
 def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
@@ -169,13 +171,13 @@ def _differences(analysis: Analysis, setting: Setting) -> Figure | None:
             ends += [float(low[late].min()), float(high[late].max())]
         pad = 0.06 * (max(ends) - min(ends))
         axes.set_ylim(min(ends) - pad, max(ends) + pad)
-        _label(axes, "step", "loss − reference's (nats)")
+        label_axes(axes, "step", "loss − reference's (nats)")
 
     data = [(arm.name, arm.ids, training.mean(axis=0).tolist()) for arm, _, training, *_ in lines]
     dashed = " Dashed: the margin." if loss else ""
     two = " (of two seeds: both)" if any(len(training) == 2 for _, _, training, *_ in lines) else ""
     caption = f"Paired by seed, on the same batches. Band: {confidence:.0%} t interval{two}. Dots: validation.{dashed}"
-    return _figure(f"differences.{setting.title}", "The cost while training", caption, data, draw)
+    return draw_figure(f"differences.{setting.title}", "The cost while training", caption, data, draw)
 
 
 def _clock(analysis: Analysis, setting: Setting) -> Figure | None:
@@ -198,14 +200,14 @@ def _clock(analysis: Analysis, setting: Setting) -> Figure | None:
         bottom, top = min(v.min() for v in late), max(v.max() for v in late)
         pad = 0.06 * (top - bottom or 1)
         axes.set_ylim(bottom - pad, top + pad)
-        _label(axes, "seconds of training", "validation loss (nats)")
+        label_axes(axes, "seconds of training", "validation loss (nats)")
 
     data = [(arm.name, arm.ids, seconds.tolist(), values.tolist()) for arm, seconds, values in lines]
     caption = (
         "Validation loss, mean over seeds, against the median training time. Runs share a machine, so "
         "small differences in time are noise."
     )
-    return _figure(f"clock.{setting.title}", "Loss against time", caption, data, draw)
+    return draw_figure(f"clock.{setting.title}", "Loss against time", caption, data, draw)
 
 
 def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
@@ -230,7 +232,7 @@ def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
         axes.xaxis.set_minor_locator(LogLocator(subs=()))
         shown = sorted(rates)[:: max(1, len(rates) // 6)]
         axes.set_xticks(shown, [f"{lr:.0e}".replace("e-0", "e-") if lr < 1e-3 else f"{lr:g}" for lr in shown])
-        _label(axes, "learning rate", "validation loss (nats)")
+        label_axes(axes, "learning rate", "validation loss (nats)")
 
     data = [(arm.name, [(point, s.mean, s.n) for point, s in search.curve.items()]) for arm, search in arms]
     how = (
@@ -239,7 +241,7 @@ def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
         else "Each arm's own grid, of the same size for all"
     )
     caption = f"{how}. Ring: the rate that each arm was compared at."
-    return _figure(f"rates.{setting.title}", "Cost against rate", caption, data, draw)
+    return draw_figure(f"rates.{setting.title}", "Cost against rate", caption, data, draw)
 
 
 def _attention(analysis: Analysis, setting: Setting) -> Figure | None:
@@ -280,7 +282,7 @@ def _attention(analysis: Analysis, setting: Setting) -> Figure | None:
         "Dark: much of a query's attention goes there (oelm probe)."
     )
     height = 0.9 + 0.16 * tall * len(scores)
-    return _figure(f"attention.{setting.title}", "What each head looks at", caption, data, draw, height, 0.9, 0.65)
+    return draw_figure(f"attention.{setting.title}", "What each head looks at", caption, data, draw, height, 0.9, 0.65)
 
 
 def _savings(analysis: Analysis, where: str) -> Figure:
@@ -309,10 +311,10 @@ def _savings(analysis: Analysis, where: str) -> Figure:
     )
     height = 0.95 + (0.46 if len(rows) < 6 else 0.3) * len(rows)
     title = f"Step time saved, and the ceiling{', on ' if where else ''}{where}"
-    return _figure(f"savings.{where}", title, caption, data, draw, height, left=_room(labels))
+    return draw_figure(f"savings.{where}", title, caption, data, draw, height, left=_room(labels))
 
 
-def _figure(
+def draw_figure(
     key: str, title: str, caption: str, data: Any, draw: Callable[[Axes], None], height: float = 2.9,
     left: float = 0.62, top: float = 0.12,
 ) -> Figure:  # fmt: skip
@@ -379,7 +381,7 @@ def _dash(index: int | None) -> Any:
     return DASHES[(index or 0) % len(DASHES)]
 
 
-def _label(axes: Axes, x: str, y: str) -> None:
+def label_axes(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.margins(x=0.02)

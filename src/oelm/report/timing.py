@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
-
-import numpy as np
-from numpy.typing import NDArray
+import math
 
 from ..evidence.analysis import Analysis, Arm, Setting
+from ..evidence.compute import Ratio, by_curves, evaluation_reached, mean_losses
 from ..study.watch import duration_text
-from .elements import EMPTY, Cell, Number, Piece, Table, interval, seconds_text
+from .elements import EMPTY, Cell, Number, Piece, Table, count_text, interval, seconds_text
 from .tables import arm_cell, number_key
 
 POSSIBLE = {"possible": "below the ceiling", "noise": "? above, perhaps noise", "impossible": "✕ above the ceiling"}
 NEVER = Cell(("n/a",), tone="quiet")
-PARTS = 20  # a training loss is the mean over one of so many parts of the training
-RESAMPLES = 1000
 
 
 def timing_table(analysis: Analysis) -> Table | None:
@@ -45,98 +41,71 @@ def timing_table(analysis: Analysis) -> Table | None:
 
 
 def baseline_time_table(analysis: Analysis) -> Table | None:
-    """How long each arm trains until it is as good as the baseline ever gets."""
+    """How long each arm trains until it is as good as the reference ever gets; budgets answer that better."""
     rows = []
-    for setting in analysis.settings:
-        target = min(_mean_losses(analysis.baseline(setting)).values(), default=None)
+    for setting in () if analysis.study.budgets else analysis.settings:
+        target = min(mean_losses(analysis.baseline(setting)).values(), default=None)
         if target is not None:
             rows += [_reached_row(analysis, setting, arm, target) for arm in setting.arms if arm.runs]
     columns = (
         ("Arm", ""), ("Target", "the reference's lowest validation loss, mean over seeds"),
-        ("Step", "of the first evaluation at which the arm's mean over seeds is at or below the target"),
+        ("Step", "of the first evaluation at which the arm's mean over seeds is at or below the target; tokens below"),
         ("Training time", "until then: the runs' own clocks, evaluation and checkpoints left out, mean over seeds"),
         ("÷ reference's", "training time against the reference's own"),
         ("Steps by training loss", "÷ the reference's: until the training loss, mean over seeds and over a twentieth "
                                    "of the steps, stays at or below the reference's at its end; the interval is a "
                                    "bootstrap over paired seeds"),
+        ("Time by training loss", "÷ the reference's: these steps, at the runs' own median step times"),
     )  # fmt: skip
     note = (
         "Read at evaluations, so no finer than their interval; n/a: never reached in this many steps. The seconds are "
         "those of separate processes and of whatever else their machine did: the steps are the fair comparison. The "
-        "last column has its own target, the reference's training loss at its end, and is not bound to evaluations."
+        "last columns have a target of their own, the reference's training loss at its end, and are not bound to "
+        "evaluations."
     )
     return Table("reached", "Time to the reference's loss", columns, tuple(rows), note) if rows else None
 
 
-def _mean_losses(arm: Arm) -> dict[int, float]:
-    """Validation loss by step, mean over seeds, where all seeds were evaluated."""
-    shared = set.intersection(*(set(run.losses) for run in arm.runs)) if arm.runs else set()
-    return {step: statistics.fmean(run.losses[step] for run in arm.runs) for step in sorted(shared)}
+def _curve_cells(analysis: Analysis, arm: Arm, base: Arm, key: str, ids: tuple[str, ...]) -> tuple[Cell, Cell]:
+    found = by_curves(arm, base, analysis.study.decide.confidence) if analysis.study.decide.metric == "loss" else None
+    if found is None:
+        return EMPTY, EMPTY
 
+    def cell(name: str, ratio: Ratio | None) -> Cell:
+        if ratio is None:
+            return EMPTY
 
-def _reached(arm: Arm, target: float) -> tuple[int, float] | None:
-    """The step, and the mean training seconds until it."""
-    step = next((step for step, loss in _mean_losses(arm).items() if loss <= target), None)
-    if step is None:
-        return None
-    return step, statistics.fmean(spent for run in arm.runs for at, _, spent in run.evals if at == step)
+        def piece(end: str, value: float, never: str) -> Piece:
+            return Number(f"{key}.{name}{end}", value, f"{value:.2f}", ids) if math.isfinite(value) else never
 
+        low, high = ratio.interval or (math.inf, math.inf)
+        between = ("[", piece(".low", low, "never"), ", ", piece(".high", high, "never"), "]")
+        said = arm is not base and math.isfinite(low)
+        return Cell((piece("", ratio.value, "n/a"),), between if said else ())
 
-def _steps_cell(analysis: Analysis, arm: Arm, base: Arm, key: str, ids: tuple[str, ...]) -> Cell:
-    """The steps that an arm needs by its training loss, over the reference's."""
-    ours, theirs = ({run.seed: run.curve for run in a.runs} for a in (arm, base))
-    seeds = sorted(ours.keys() & theirs.keys())
-    window = min((theirs[seed].size for seed in seeds), default=0) // PARTS
-    same_stride = len({run.stride for run in (*arm.runs, *base.runs)}) == 1
-    if analysis.study.decide.metric != "loss" or not window or not same_stride:
-        return EMPTY
-    if min(ours[seed].size for seed in seeds) < window:
-        return NEVER
-    drawn = np.random.default_rng(0).integers(len(seeds), size=(RESAMPLES, len(seeds)))
-    drawn = np.vstack([np.arange(len(seeds)), drawn])  # the seeds themselves, then resamples of them
-
-    def smooth(curves: dict[int, NDArray[np.float64]]) -> NDArray[np.float64]:  # (resamples, points)
-        size = min(curves[seed].size for seed in seeds)
-        sums = np.stack([curves[seed][:size] for seed in seeds])[drawn].mean(axis=1).cumsum(axis=1)
-        sums = np.pad(sums, ((0, 0), (1, 0)))
-        return (sums[:, window:] - sums[:, :-window]) / window
-
-    target = smooth(theirs)[:, -1:]
-
-    def reached(losses: NDArray[np.float64]) -> NDArray[np.float64]:  # points until the target is kept; inf: never
-        kept = np.logical_and.accumulate((losses <= target)[:, ::-1], axis=1).sum(axis=1)
-        return np.where(kept > 0, losses.shape[1] - kept + window, np.inf)
-
-    ratios = reached(smooth(ours)) / reached(smooth(theirs))
-    tail = (1 - analysis.study.decide.confidence) / 2
-    ends = np.quantile(ratios[1:], [tail, 1 - tail], method="nearest")
-
-    def piece(name: str, value: float, never: str) -> Piece:
-        return Number(f"{key}.{name}", float(value), f"{value:.2f}", ids) if np.isfinite(value) else never
-
-    between = ("[", piece("steps.low", ends[0], "never"), ", ", piece("steps.high", ends[1], "never"), "]")
-    said = len(seeds) > 1 and arm is not base and np.isfinite(ends[0])
-    return Cell((piece("steps", ratios[0], "n/a"),), between if said else ())
+    return cell("steps", found[0]), cell("time", found[1])
 
 
 def _reached_row(analysis: Analysis, setting: Setting, arm: Arm, target: float) -> tuple[Cell, ...]:
     key, base = f"{number_key(setting, arm)}.reached", analysis.baseline(setting)
     name = arm_cell(analysis, arm.name, setting.title)
     aim = Cell((Number(f"{key}.target", target, f"{target:.4f}", base.ids),))
-    found, reference = _reached(arm, target), _reached(base, target)
+    found, reference = evaluation_reached(arm, target), evaluation_reached(base, target)
     ids = tuple(dict.fromkeys((*arm.ids, *base.ids)))
-    by_training = _steps_cell(analysis, arm, base, key, ids)
+    by_training = _curve_cells(analysis, arm, base, key, ids)
     if found is None:
-        return name, aim, NEVER, NEVER, NEVER, by_training
+        return name, aim, NEVER, NEVER, NEVER, *by_training
     step, seconds = found
     ratio = EMPTY
     if reference and reference[1] > 0:
         share = seconds / reference[1]
         ratio = Cell((Number(f"{key}.ratio", share, f"{share:.2f}", ids),))
+    tokens = step * arm.runs[0].tokens / arm.runs[0].steps
     return (
         name, aim,
-        Cell((Number(f"{key}.step", step, f"{step:,}", ids),)),
+        Cell((Number(f"{key}.step", step, f"{step:,}", ids),),
+             (Number(f"{key}.tokens", tokens, count_text(tokens), ids), " tokens")),
         Cell((Number(f"{key}.seconds", seconds, duration_text(seconds), ids),)),
         ratio,
-        by_training,
+        *by_training,
     )  # fmt: skip

@@ -51,6 +51,13 @@ class RateCheck(Section):
     factor: float = Field(gt=0)  # of the chosen rate, e.g. 0.5
 
 
+class Target(Section):
+    """A size and a length that were not run: what would an arm cost there? Changes no run and no verdict."""
+
+    parameters: float = Field(gt=0)  # of the model predicted for, without token table and positions
+    tokens: float = Field(gt=0)  # that it would be trained on
+
+
 class Execution(Section):
     """Where and how many at once; changes no number."""
 
@@ -79,6 +86,7 @@ class StudyConfig(Section):
     check: RateCheck | None = None  # None: the chosen rates are not checked at the longest budget
     decide: Decide = Decide()
     published: dict[str, str] = Field({})  # arm, or arm/corpus -> id of the published row that it repeats
+    target: Target | None = None  # where the page predicts each arm's cost from its sizes and budgets; None: nowhere
     execution: Execution = Execution()
     cpu: dict[str, Any] = Field({})  # overrides of all of the above for --scale cpu
 

@@ -1,0 +1,79 @@
+"""Cost in compute from losses whose truth is known: 0.15 nats for each doubling of the budget."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from report.fake_study import fake_study
+
+from oelm.evidence.analysis import analyse
+from oelm.evidence.compute import _reached, by_budgets
+from oelm.report.timing import baseline_time_table
+
+COST = {"baseline": 0.0, "oelm": 0.05, "oelm-q": -0.1, "oelm-random": 0.5}
+STEP = {"baseline": 0.02, "oelm": 0.01, "oelm-q": 0.02, "oelm-random": 0.02}
+
+
+@pytest.fixture(scope="module")
+def analysis(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compute") / "s"
+    fake_study(folder, seeds=4, search=False, noise=0.001, cost=COST, step_seconds=STEP, budgets=[50, 100, 200])
+    return analyse(folder)
+
+
+def rows_of(analysis, arm):
+    return [row for row in by_budgets(analysis) if row.arm.name == arm]
+
+
+def test_a_worse_arm_needs_as_many_more_tokens_as_its_gap_is_worth(analysis):
+    rows, true = rows_of(analysis, "oelm"), 2 ** (0.05 / 0.15)
+    assert [(row.setting.budget, row.whose) for row in rows] == [(50, "reference"), (100, "reference"), (200, "arm")]
+    for row in rows:
+        assert row.tokens.value == row.steps.value == pytest.approx(true, rel=0.02)
+        assert row.tokens.interval.low < row.tokens.value < row.tokens.interval.high
+        assert row.tokens.interval.high - row.tokens.interval.low < 0.05
+        assert row.seconds.value == pytest.approx(true / 2, rel=0.03)  # its steps take half as long
+    assert rows[0].reference_tokens == 50 * 2048
+    assert rows[2].reference_tokens == pytest.approx(200 * 2048 / true, rel=0.02)
+    assert len(set(rows[0].runs)) == 4 * 3 * 2
+
+
+def test_a_better_arm_needs_fewer_and_what_no_budget_shows_is_a_bound(analysis):
+    first, *rows = rows_of(analysis, "oelm-q")
+    assert [row.whose for row in rows] == ["reference", "reference"]
+    assert [row.tokens.value for row in rows] == pytest.approx([2 ** (-0.1 / 0.15)] * 2, rel=0.02)
+    assert (first.tokens.value, first.known, first.least) == (0, False, 1)  # below its shortest budget
+    worst = rows_of(analysis, "oelm-random")
+    assert [row.tokens.value for row in worst] == [np.inf] * 3
+    assert [row.most for row in worst] == [4, 2, 4]
+    assert not any(row.known for row in worst)
+
+
+def test_the_loss_is_first_reached_between_the_budgets_around_it():
+    losses, at = np.array([[3.0, 2.0, 2.5, 1.0]]), np.log([1.0, 2.0, 4.0, 8.0])
+    found = [float(_reached(losses, at, np.array([target]))[0]) for target in (3.5, 3.0, 2.5, 1.75, 1.0, 0.5)]
+    assert found == pytest.approx([0, 1, 2**0.5, 2 ** (2 + 0.5), 8, np.inf])
+
+
+def test_only_seeds_that_have_every_budget_on_both_sides_count(analysis):
+    last = analysis.settings[-1]
+    cut = replace(last, arms=tuple(replace(a, runs=a.runs[1:]) if a.name == "oelm" else a for a in last.arms))
+    fewer = rows_of(replace(analysis, settings=(*analysis.settings[:-1], cut)), "oelm")
+    assert len(fewer[0].runs) == 3 * 3 * 2
+    alone = replace(last, arms=tuple(replace(a, runs=a.runs[:1]) for a in last.arms))
+    assert rows_of(replace(analysis, settings=(*analysis.settings[:-1], alone)), "oelm")[0].tokens.interval is None
+    none = replace(last, arms=tuple(replace(a, runs=()) for a in last.arms))
+    assert rows_of(replace(analysis, settings=(*analysis.settings[:-1], none)), "oelm") == []
+
+
+def test_budgets_take_the_place_of_single_curves(analysis, tmp_path):
+    assert baseline_time_table(analysis) is None
+    fake_study(tmp_path / "s", seeds=2, search=False, cost={"baseline": 0.0, "oelm": -0.5},
+               step_seconds={"baseline": 0.02, "oelm": 0.01})  # fmt: skip
+    single = analyse(tmp_path / "s")
+    assert by_budgets(single) == []
+    row = baseline_time_table(single).rows[1]
+    assert row[2].sub[0].value == 2048 * row[2].order
+    assert row[6].order == pytest.approx(row[5].order / 2, rel=0.03)  # steps by training loss, at half the time each
+    json.dumps([piece.value for piece in row[6].sub if not isinstance(piece, str)], allow_nan=False)

@@ -1,0 +1,75 @@
+"""Size and length on the page: every number re-derived, figures drawn, reasons where there is no number."""
+
+import re
+
+import pytest
+from report.fake_study import fake_study
+
+from oelm.evidence.analysis import analyse
+from oelm.report.check import check_report
+from oelm.report.content import content
+from oelm.report.elements import count_text
+from oelm.report.html import write_report
+
+COST = {"baseline": 0.0, "oelm": 0.05, "oelm-q": 0.01}
+SIZES = {"small": {}, "large": {"model": {"d_model": 256}}, "huge": {"model": {"d_model": 512}}}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trends") / "s"
+    fake_study(folder, seeds=3, search=False, noise=0.002, cost=COST, sizes=SIZES, budgets=[50, 100, 200],
+               published={"baseline": "GPT-01", "oelm": "GPT-02"},
+               target={"parameters": "18.9e6", "tokens": 4.1e8})  # fmt: skip
+    write_report(folder, folder.parent / "r.html", folder.parent / "r.md", latex=folder.parent / "r.tex")
+    return folder
+
+
+def test_the_page_has_the_law_the_test_of_it_the_prediction_and_the_published_value(written):
+    tables = {table.key: table for table in content(analyse(written)).more}
+    assert [len(tables[key].rows) for key in ("gaps", "laws", "heldout", "target", "compute")] == [18, 4, 12, 2, 18]
+    oelm, other = tables["target"].rows
+    assert oelm[2].order == pytest.approx(1.051, abs=0.02)
+    assert oelm[-1].order == pytest.approx(4.69 / 4.27)
+    assert other[-1].order is None  # repeats no published row
+    assert [piece.text for piece in oelm[1].sub if not isinstance(piece, str)][1] == "1,001"  # times the longest budget
+    text = (written.parent / "r.html").read_text()
+    assert re.findall(r'data-figure="(trend[^"]*)"', text) == ["trend..tokens", "trend..parameters", "trend..compute"]
+
+
+def test_every_number_of_it_is_checked(written, tmp_path):
+    page = tmp_path / "page.html"
+    text = (written.parent / "r.html").read_text()
+    shown = re.search(r'data-k="target..oelm.log-linear"[^>]*>([^<]*)<', text)
+    page.write_text(text[: shown.start(1)] + "1.001" + text[shown.end(1) :])
+    (found,) = check_report(written, page).differences
+    assert found.startswith("The cost at the target, oelm, Cost, log-linear: the page says 1.001")
+
+
+def test_what_cannot_be_fitted_is_said_on_the_page(tmp_path):
+    fake_study(tmp_path / "s", seeds=3, search=False, cost=COST, sizes={"small": SIZES["small"], "huge": SIZES["huge"]},
+               target={"parameters": 18.9e6, "tokens": 4.1e8})  # fmt: skip
+    tables = {table.key: table for table in content(analyse(tmp_path / "s")).more}
+    assert "compute" not in tables
+    first, second = tables["laws"].rows[:2]
+    assert first[2].order is not None
+    assert "needs several sizes and several budgets" in second[-1].main[0]
+    assert "needs three sizes" in tables["heldout"].rows[0][3].main[0]
+    assert "does not tell how the gap changes with tokens" in tables["target"].rows[0][2].main[0]
+    write_report(tmp_path / "s", tmp_path / "r.html")
+    assert check_report(tmp_path / "s", tmp_path / "r.html").differences == []
+
+
+def test_a_study_of_one_place_or_of_accuracies_has_no_such_section(tmp_path):
+    fake_study(tmp_path / "s", seeds=2, search=False, cost=COST)
+    fake_study(tmp_path / "t", seeds=2, search=False, cost=COST, sizes=SIZES, examples=60,
+               decide={"metric": "accuracy"})  # fmt: skip
+    for folder in (tmp_path / "s", tmp_path / "t"):
+        keys = {table.key for table in content(analyse(folder)).more}
+        assert not keys & {"gaps", "laws", "heldout", "target", "compute"}
+
+
+def test_counts_have_three_digits():
+    assert [count_text(n) for n in (12, 98_600, 999_900, 1_638_400, 18.9e6, 410e6, 40e9)] == [
+        "12", "98.6k", "1M", "1.64M", "18.9M", "410M", "40B",
+    ]  # fmt: skip
