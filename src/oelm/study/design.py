@@ -261,7 +261,8 @@ def _cost(cells: list[Cell], study: StudyConfig) -> Cost:
     shared = _shared_steps(cells[0], study)
     tokens = (steps - shared) * step * len(cells)
     kept = (8 * found.width + 2 * found.inner) * found.layers * step // train.accumulate  # for the backward pass
-    memory = 4 * (found.total + 3 * found.trainable + kept)  # fp32; frozen weights have no gradient, no moments
+    each = 3 + (train.average is not None)  # gradient, moments, average; frozen weights have none of them
+    memory = 4 * (found.total + each * found.trainable + kept)  # fp32
     per_evaluation = 0 if config.task else train.eval_tokens or 0
     evaluated = -(-(steps - shared) // train.eval_every) * per_evaluation * len(cells)
     return Cost(
