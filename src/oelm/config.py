@@ -171,6 +171,7 @@ class TrainConfig(Section):
     warmup_steps: int | None = Field(None, ge=0)  # steps until lr is reached; default: 100, or a tenth of a shorter run
     weight_decay: float = Field(0.1, ge=0)  # pull of the matrices towards zero; norms and biases have none
     betas: tuple[float, float] = (0.9, 0.95)  # memory of AdamW's two averages
+    average: float | None = Field(None, gt=0, lt=1)  # evaluate and save a moving average of the weights: its decay
     clip: float | None = Field(1.0, gt=0)  # largest norm of the gradient; null: no limit
     layer_lr_decay: float = Field(1.0, gt=0, le=1)  # each layer below the top learns at this share of the one above
     vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple of lr

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -122,6 +122,15 @@ def verdict(result: Paired, margin: float) -> Verdict:
         return Verdict("inferior", margin, "lower", low, attainable, reason)
     decision: Decision = "superior" if high < 0 else "non-inferior" if high < margin else "inconclusive"
     return Verdict(decision, margin, "upper", high, attainable, reason)
+
+
+def weighed(found: Verdict, zero: Interval | None) -> Verdict:
+    """The verdict with what the interval that is held against zero adds to it: better, or surely worse."""
+    if found.decision in ("superior", "non-inferior") and zero:
+        return replace(found, decision="superior" if zero.high < 0 else "non-inferior")
+    if found.decision == "inconclusive" and zero and zero.low > 0:
+        return replace(found, decision="worse, margin undecided")
+    return found
 
 
 def noninferiority_p(differences: ArrayLike, margin: float) -> float:

@@ -622,3 +622,54 @@ def test_surely_worse_but_not_surely_beyond_the_margin_has_a_name_of_its_own(tmp
 )
 def test_a_start_is_said_in_words(arm, words, start):
     assert start_of(load_config(None, [f"method={arm}", *words])) == start
+
+
+def test_looks_decide_by_their_own_wider_intervals_and_the_page_says_so(tmp_path):
+    """oelm-random is far beyond the margin, the others far within: the first look is enough."""
+    cost = {"baseline": 0.0, "oelm": 0.01, "oelm-random": 0.2}
+    fields = {"cost": cost, "search": False, "noise": 0.0005}
+    fake_study(tmp_path / "s", seeds=12, looks=[4, 6, 8, 12], **fields)
+    for folder in (tmp_path / "s").glob("*-s*-*"):  # what the study did not ask for was not run
+        if int(re.search(r"-s(\d+)-", folder.name)[1]) >= 4:
+            shutil.rmtree(folder)
+    analysis = analyse(tmp_path / "s")
+    assert (analysis.planned, [s.seeds for s in analysis.settings]) == (12, [4])
+    c = comparison(analysis, "oelm")
+    assert (c.verdict.decision, c.looked.look, c.pairs, c.provisional) == ("non-inferior", 1, 4, True)
+    assert c.level > 0.9999  # the first of four looks, of two comparisons
+    assert c.decides.low < c.paired.t.low < c.paired.t.high < c.decides.high
+    page = markdown(content(analysis))
+    assert "Decided at a look, so that fewer seeds than planned were needed: 4 of 12 planned seeds." in page
+    assert "decided at look 1 of 4, 4 pairs" in page
+    assert "Looks at 4, 6, 8, 12 pairs" in page
+    assert "Unfinished" not in page
+    assert not [n for n in notices(analysis) if "100.0%" in n.text]
+    write_report(tmp_path / "s", tmp_path / "page.html")
+
+
+def test_an_undecided_look_asks_for_more_and_a_decision_stands(tmp_path):
+    """At the margin itself nothing is decided; with half of the runs gone the page says what is missing."""
+    limit = math.log(1.05)
+    fake_study(tmp_path / "s", seeds=6, looks=[3, 6], search=False, noise=0.004, cost={"baseline": 0.0, "oelm": limit})
+    c = comparison(analyse(tmp_path / "s"), "oelm")
+    assert (c.verdict.decision, c.looked.look, c.looked.decided, c.pairs) == (stats.WORSE, 2, False, 6)
+    assert "undecided at look 2 of 2, 6 pairs" in markdown(content(analyse(tmp_path / "s")))
+    shutil.rmtree(next((tmp_path / "s").glob("oelm-lr*-s4-*")))
+    analysis = analyse(tmp_path / "s")
+    c = comparison(analysis, "oelm")
+    assert (c.looked.look, c.pairs, c.paired.n, analysis.planned) == (1, 3, 5, 12)
+    assert "oelm (5 of 6 seeds)" in said(tmp_path / "s", "warning")
+    for seed in (1, 2):
+        shutil.rmtree(next((tmp_path / "s").glob(f"oelm-lr*-s{seed}-*")))
+    analysis = analyse(tmp_path / "s")
+    assert (comparison(analysis, "oelm").looked.look, analysis.planned) == (0, 6)
+    assert comparison(analysis, "oelm").verdict.reason == "no t interval: no look has been taken"
+
+
+def test_one_look_at_all_seeds_decides_as_a_study_without_looks(tmp_path):
+    for name, looks in (("plain", []), ("looks", [6])):
+        fake_study(tmp_path / name, search=False, noise=0.01, looks=looks)
+    plain, looks = (analyse(tmp_path / name).comparisons() for name in ("plain", "looks"))
+    assert {c.verdict.decision for *_, c in plain} >= {"inferior", stats.WORSE}
+    assert [c.verdict.decision for *_, c in plain] == [c.verdict.decision for *_, c in looks]
+    assert all(c.looked is None and c.adjusted_p is not None for *_, c in plain)

@@ -44,6 +44,15 @@ def test_the_plan_says_what_the_seeds_can_show(load):
     assert any("no verdict is attainable" in note for note in alone.notes)
 
 
+def test_the_plan_shows_the_looks_and_the_worst_case(load):
+    plain, looks = describe(load(seeds=list(range(8)))), describe(load(seeds=list(range(8)), looks=[4, 6, 8]))
+    assert any("looks at so many pairs (two-sided level of each" in n and "8 (0.0" in n for n in looks.notes)
+    assert any("the worst case" in n and "24 runs of the comparison; 12 if" in n for n in looks.notes)
+    assert not any("look" in note for note in plain.notes)
+    assert [c.runs for c in plain.costs] == [c.runs for c in looks.costs]
+    assert plain.detectable < looks.detectable < 1.05 * plain.detectable  # what looking costs at the last look
+
+
 def test_a_model_that_cannot_be_built_is_said_before_anything_starts(load):
     with pytest.raises(ValueError, match="3 heads do not divide"):
         describe(load("base.model={name: tiny, n_head: 3}"))

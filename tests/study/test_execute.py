@@ -308,3 +308,24 @@ def test_search_cells_share_nothing_with_the_comparison(study_file):
     assert not {c.config.id for c in search_runs(study)} & {
         c.config.id for c in comparison_runs(study, {c.group: c.point for c in search_runs(study)})
     }
+
+
+def test_looks_stop_asking_for_seeds_once_everything_is_decided(study_file):
+    """An arm that hardly learns is far beyond the margin at the first look; nearly the same arm never is."""
+    arms = {"baseline": {}, "slow": {"method": "baseline", "train": {"lr": 1e-6}}}
+    base = yaml.safe_load(study_file().read_text())["base"]
+    study = load_study(study_file(arms=arms, seeds=[0, 1, 2, 3, 4], looks=[3, 4, 5], base=base))
+    said = []
+    assert run_study(study, say=said.append) == {}
+    cells, _, seen = planned(study)
+    assert len(cells) < 10
+    assert {s.status for s in seen.values()} == {"finished"}
+    assert f"looks: {len(cells)} of 10 planned runs of the comparison were asked for" in said
+    assert {c.seed for c in cells} == set(range(len(cells) // 2))
+
+    arms["slow"] = {"method": "oelm-trainable"}
+    close = load_study(study_file(arms=arms, seeds=[0, 1, 2], looks=[2, 3], base=base, decide={"margin": 1.0001}))
+    close = close.model_copy(update={"name": "close"})
+    assert run_study(close, say=said.append) == {}
+    assert len(planned(close)[0]) == 6
+    assert "looks: 6 of 6 planned runs of the comparison were asked for" in said

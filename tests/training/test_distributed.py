@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import task_words, tiny_config, words_for, write_corpus, write_encoder, write_task
 
 from oelm.config import load_config
 from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run
 from oelm.training.audit import audit
+from oelm.training.checkpoint import AVERAGE
 from oelm.training.run import run_training
 
 CLI = ("-m", "oelm.cli")
@@ -57,6 +59,20 @@ def test_two_processes_give_the_losses_of_one(tmp_path, accumulate):
     if accumulate == 1:
         finish(launch(corpus, tmp_path / "two", "train.accumulate=1"))  # a finished run is not run again
         assert read_metrics(tmp_path / "two") == two
+
+
+@pytest.mark.slow
+def test_two_processes_average_their_weights_like_one(tmp_path):
+    corpus, words = write_corpus(tmp_path), ["method=oelm", "train.average=0.8"]
+    run_training(tiny_config(corpus, tmp_path / "one", *words), quiet=True)
+    finish(launch(corpus, tmp_path / "two", *words))
+    one, two = (load_file(tmp_path / name / "last" / AVERAGE) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+    assert evaluations(read_metrics(tmp_path / "two"))[-1]["loss"] == pytest.approx(
+        evaluations(read_metrics(tmp_path / "one"))[-1]["loss"], abs=1e-4
+    )
+    assert audit(tmp_path / "two")
 
 
 @pytest.mark.slow

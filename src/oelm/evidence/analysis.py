@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +11,13 @@ from typing import Literal
 import numpy as np
 
 from .. import stats
+from ..study.looks import Place, Reading, paired_values, seeds_asked
 from ..study.pack import opened
 from ..study.plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 from ..study.search import Choice, Point
 from ..study.shape import other_shape
 from ..study.watch import read_study
+from .looked import decided_by_looks
 from .records import (
     Bench,
     LeftOut,
@@ -46,11 +47,17 @@ class Comparison:
     level: float  # the confidence of the interval that is held against the margin
     zero_level: float  # ... and against zero, for the claim to be better: a family of claims of its own
     decides: stats.Interval | None  # the interval at `level`; None without one
+    looked: Reading | None = None  # the look that it comes from, in a study with looks
+
+    @property
+    def pairs(self) -> int:
+        """That the verdict rests on: after a look that decided there may be more."""
+        return self.looked.pairs if self.looked else self.paired.n
 
     @property
     def provisional(self) -> bool:
         """A verdict of fewer than six pairs, or of too few for a sign-flip test at the study's level, uncorrected."""
-        return self.paired.n > 1 and (self.paired.n < ENOUGH or not self.verdict.sign_flip_attainable)
+        return self.pairs > 1 and (self.pairs < ENOUGH or not self.verdict.sign_flip_attainable)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,11 @@ class Setting:
     size: str
     budget: int | None  # steps; None: the study has one length
     arms: tuple[Arm, ...]
+    seeds: int = 0  # that were asked for: all, or as many as the looks have needed by now
+
+    @property
+    def place(self) -> Place:
+        return Place(self.corpus, self.size, self.budget)
 
     @property
     def title(self) -> str:
@@ -140,7 +152,7 @@ class Analysis:
 
     @property
     def margin(self) -> float:
-        return margin(self.study)
+        return self.study.decide.limit
 
     def baseline(self, setting: Setting) -> Arm:
         return next(arm for arm in setting.arms if arm.name == self.study.decide.reference)
@@ -202,12 +214,6 @@ def comparable(runs: Sequence[Measured]) -> bool:
     return len({run.data for run in runs}) == 1
 
 
-def margin(study: StudyConfig) -> float:
-    """In the units of the difference: nats, or the error rate."""
-    rule = study.decide
-    return math.log(rule.margin) if rule.metric == "loss" else rule.margin_points / 100
-
-
 def analyse(folder: Path, against: str | None = None) -> Analysis:
     """Reads a study, a folder or a packed file, and decides by the rule in its study.json.
 
@@ -236,25 +242,30 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     compare = [(cell, by_cell[cell.config.id]) for cell in cells if cell.config.id in by_cell]
     hopeful = {cell.group for cell in search_cells if losses.get(cell.config.id, 0.0) is not None}
     hopeless = {cell.group for cell in search_cells} - hopeful
+    values: dict[str, float | None] = {cell: None for cell, loss in losses.items() if loss is None}
+    values |= {cell: run.value for cell, run in by_cell.items()}
+    asked = seeds_asked(study, cells, values) if study.looks else {}
     places = [
-        (corpus, size, budget)
+        Place(corpus, size, budget)
         for corpus in study.corpora or [""] for size in study.sizes or [""] for budget in study.budgets_of(size)
     ]  # fmt: skip
     settings = [
-        Setting(corpus, size, budget, tuple(
-            _arm(study, group, budget, choices.get(group), chosen, search, compare, group in hopeless)
-            for group in groups(study) if (group.corpus, group.size) == (corpus, size)
-        ))
-        for corpus, size, budget in places
+        Setting(*place, tuple(
+            _arm(study, group, place.budget, choices.get(group), chosen, search, compare, group in hopeless)
+            for group in groups(study) if (group.corpus, group.size) == (place.corpus, place.size)
+        ), asked.get(place, study.looks_of(place.size)[0]))
+        for place in places
     ]  # fmt: skip
     searched = {cell.config.id for cell in search_cells}
     out = tuple(item for item in left_out if item.status == "diverged" and item.cell in searched)
     lost = tuple(item for item in left_out if item not in out)
     used = {run.folder for _, run in (*search, *compare, *checks)}
     strays = tuple(run.folder for run in runs if run.folder not in used)
-    planned = len(search_cells) + sum(len(s.arms) * len(study.seeds_of(s.size)) for s in settings)
+    planned = len(search_cells) + sum(len(s.arms) * s.seeds for s in settings)
     planned += len(groups(study)) if study.check else 0
     decided = _decided(study, settings)
+    if study.looks:
+        decided = decided_by_looks(study, decided, paired_values(study, cells, values))
     other = other_shape(bench.model_dump(), study) if bench else None
     return Analysis(
         study, decided, tuple(search), tuple(compare), tuple(checks), planned, lost, out, strays,
@@ -311,7 +322,7 @@ def _arm(
 
 def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, ...]:
     """Pairs every arm with its baseline and decides, corrected over all comparisons of the study."""
-    rule, limit = study.decide, margin(study)
+    rule, limit = study.decide, study.decide.limit
     pairs: dict[tuple[int, str], tuple[list[tuple[Measured, Measured]], stats.Paired]] = {}
     for i, setting in enumerate(settings):
         base = {run.seed: run for arm in setting.arms if arm.name == rule.reference for run in arm.runs}
@@ -341,11 +352,7 @@ def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, 
         margin_t, zero_t = (
             stats.seed_spread(differences, confidence=level).t for level in (levels[key], zero_levels[key])
         )
-        verdict = stats.verdict(replace(result, t=margin_t), limit)
-        if verdict.decision in ("superior", "non-inferior") and zero_t:
-            verdict = replace(verdict, decision="superior" if zero_t.high < 0 else "non-inferior")
-        if verdict.decision == "inconclusive" and zero_t and zero_t.low > 0:
-            verdict = replace(verdict, decision="worse, margin undecided")
+        verdict = stats.weighed(stats.verdict(replace(result, t=margin_t), limit), zero_t)
         ids = tuple(side.id for pair in both for side in pair)
         seeds = tuple(run.seed for run, _ in both)
         found = Comparison(

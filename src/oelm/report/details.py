@@ -11,7 +11,19 @@ from ..evidence.records import Measured
 from ..evidence.start import reference_start
 from ..study.plan import Cell as Planned
 from ..study.published import DOUBTS, PUBLISHED, Published
-from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
+from .elements import (
+    EMPTY,
+    Cell,
+    Number,
+    Piece,
+    Table,
+    bytes_text,
+    interval,
+    level_text,
+    p_text,
+    ppl_text,
+    seconds_text,
+)
 from .tables import arm_cell, effect, number_key
 
 
@@ -111,8 +123,8 @@ def difference_table(analysis: Analysis) -> Table | None:
             Cell((Number(f"{key}.flip", p.sign_flip_p, p_text(p.sign_flip_p), c.runs),),
                  ("least possible ", Number(f"{key}.least", p.smallest_p, p_text(p.smallest_p), c.runs))),
             _margin_p(key, c),
-            Cell((Number(f"{key}.level", c.level, f"{c.level:.2%}", c.runs),),
-                 ("zero: ", Number(f"{key}.zero", c.zero_level, f"{c.zero_level:.2%}", c.runs))),
+            Cell((Number(f"{key}.level", c.level, level_text(c.level, 2), c.runs),),
+                 ("zero: ", Number(f"{key}.zero", c.zero_level, level_text(c.zero_level, 2), c.runs))),
         ))  # fmt: skip
     if not rows:
         return None
@@ -238,7 +250,18 @@ def rule(analysis: Analysis) -> list[str]:
             f"Each arm is compared at its own best {' and '.join(study.searched)}, chosen on validation with other "
             "seeds by a search that goes on until the best point lies between others; the same rule for every arm."
         )
+    looks = []
+    if study.looks:
+        plans = dict.fromkeys(", ".join(map(str, study.looks_of(size))) for size in study.sizes or [""])
+        looks = [
+            f"Looks at {'; '.join(plans)} pairs, planned before the runs: a setting asks for no more seeds once all "
+            "its comparisons are decided. Lan and DeMets' spending with O'Brien and Fleming's kind of bounds keeps the "
+            f"chance of a false claim over all looks near {1 - d.confidence:.2g}: the earlier a look, the wider the "
+            "interval that decides. A decision stands; later seeds move the ratio, not the verdict. The interval "
+            "beside a ratio is not corrected for the looks."
+        ]
     return [
+        *looks,
         f"Compared: {what}.",
         f"Paired by seed with {d.reference}: the same initialisation seed and the same batches. {rates}",
         f"The reference, {d.reference}, starts from {reference_start(study)}.",

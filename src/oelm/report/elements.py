@@ -5,6 +5,7 @@ A Number knows its unrounded value, the text shown and the runs it comes from, u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -64,6 +65,11 @@ def ppl_text(ppl: float) -> str:
 
 def p_text(p: float) -> str:
     return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.01 else f"{p:.3f}"
+
+
+def level_text(level: float, digits: int = 1) -> str:
+    """A confidence, with as many digits as tell it from certainty: the first of several looks has a high one."""
+    return f"{level:.{max(digits, math.ceil(-math.log10(max(1 - level, 1e-12))) - 2)}%}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -27,6 +27,7 @@ def notices(analysis: Analysis) -> list[Notice]:
         *_savings(analysis, "impossible"), *_other_bench(analysis), *_threads(analysis), *_extended(analysis),
     ]  # fmt: skip
     notes = [
+        *_spared(analysis),
         *_diverged(analysis),
         *_astray(analysis),
         *_edges(analysis),
@@ -44,7 +45,7 @@ def _unfinished(analysis: Analysis) -> list[str]:
         return []
     lacking, searched = [], bool(analysis.study.searched)
     for setting in analysis.settings:
-        seeds = len(analysis.study.seeds_of(setting.size))
+        seeds = setting.seeds
         for arm in setting.arms:
             where = _at(arm.name, setting.title)
             if arm.hopeless:
@@ -72,7 +73,7 @@ def _too_few_seeds(analysis: Analysis) -> list[str]:
     """Of the design, or of what is left of it."""
     level = 1 - analysis.study.decide.confidence
     enough = next(n for n in range(1, 64) if smallest_p(n) < level)
-    few = [(g, arm, c.paired.n) for g, arm, c in analysis.comparisons() if c.paired.n < enough]
+    few = [(g, arm, c.pairs) for g, arm, c in analysis.comparisons() if c.pairs < enough]
     if not few:
         return []
     names = _listed([f"{_at(arm.name, g.title)} ({n})" for g, arm, n in few])
@@ -140,6 +141,18 @@ def _extended(analysis: Analysis) -> list[str]:
     return [
         f"Extended: {text} after the study had begun. If the results so far were the reason, verdicts come too easily."
     ]
+
+
+def _spared(analysis: Analysis) -> list[str]:
+    """Where the looks have decided before all seeds were spent."""
+    found = []
+    for setting in analysis.settings:
+        planned = len(analysis.study.seeds_of(setting.size))
+        readings = [arm.comparison.looked for arm in setting.arms if arm.comparison]
+        if readings and setting.seeds < planned and all(reading and reading.decided for reading in readings):
+            where = f"{setting.title}: " if setting.title else ""
+            found.append(f"{where}{setting.seeds} of {planned} planned seeds")
+    return [f"Decided at a look, so that fewer seeds than planned were needed: {_listed(found)}."] if found else []
 
 
 def _diverged(analysis: Analysis) -> list[str]:

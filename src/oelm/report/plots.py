@@ -75,7 +75,9 @@ def _forest(analysis: Analysis, setting: Setting) -> Figure | None:
     limit, none = shown(analysis, analysis.margin), shown(analysis, 0.0)
 
     def draw(axes: Axes) -> None:
-        ends = [limit, none, *(v for *_, value, bounds, decides in every for v in (value, *bounds, *decides))]
+        # the interval of an early look may be wider than any page
+        drawn = ((value, *bounds, *(() if analysis.study.looks else decides)) for *_, value, bounds, decides in every)
+        ends = [limit, none, *(v for row in drawn for v in row)]
         pad = 0.08 * (max(ends) - min(ends))
         axes.set_xlim(min(ends) - pad, max(ends) + pad)
         low, high = axes.get_xlim()

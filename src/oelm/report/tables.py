@@ -8,7 +8,19 @@ from itertools import product
 
 from .. import stats
 from ..evidence.analysis import Analysis, Arm, Comparison, Setting, accuracy
-from .elements import EMPTY, Cell, Number, Piece, Table, bytes_text, interval, p_text, ppl_text, seconds_text
+from .elements import (
+    EMPTY,
+    Cell,
+    Number,
+    Piece,
+    Table,
+    bytes_text,
+    interval,
+    level_text,
+    p_text,
+    ppl_text,
+    seconds_text,
+)
 
 SIGNS = {
     "superior": "▲",
@@ -66,7 +78,7 @@ def _arm_row(analysis: Analysis, setting: Setting, arm: Arm, index: int) -> tupl
     return (
         name,
         _effect_cell(analysis, arm, key),
-        _verdict_cell(analysis, arm.comparison, key) if arm.comparison else Cell(("reference",), tone="quiet")
+        _verdict_cell(analysis, setting, arm.comparison, key) if arm.comparison else Cell(("reference",), tone="quiet")
         if arm.name == analysis.study.decide.reference else EMPTY,
         *_level_cells(analysis, arm, key),
         Cell((Number(f"{key}.trainable", first.trainable, f"{first.trainable:,}", arm.ids),)),
@@ -127,18 +139,22 @@ def effect(analysis: Analysis, c: Comparison, key: str) -> tuple[Number, tuple[P
     return Number(f"{key}.points", points, f"{points:+.2f}", c.runs), interval(f"{key}.points", bounds, "+.2f", c.runs)
 
 
-def _verdict_cell(analysis: Analysis, c: Comparison, key: str) -> Cell:
+def _verdict_cell(analysis: Analysis, setting: Setting, c: Comparison, key: str) -> Cell:
     decision = c.verdict.decision
     below: tuple[Piece, ...] = (
-        Number(f"{key}.pairs", c.paired.n, f"{c.paired.n}", c.runs),
-        " pair" + "s" * (c.paired.n > 1),
+        Number(f"{key}.pairs", c.pairs, f"{c.pairs}", c.runs),
+        " pair" + "s" * (c.pairs != 1),
     )
+    if c.looked and c.looked.look:
+        looks, taken = analysis.study.looks_of(setting.size), c.looked.look
+        said = "decided at look " if c.looked.decided else "undecided at look "
+        below = (said, Number(f"{key}.look", taken, f"{taken}", c.runs), f" of {len(looks)}, ", *below)
     if c.adjusted_p is not None:
         below = ("p(margin) ", Number(f"{key}.p", c.adjusted_p, p_text(c.adjusted_p), c.runs), " · ", *below)
     if c.decides and c.level > analysis.study.decide.confidence:  # wider than the interval beside it
         ends = sorted(shown(analysis, end) for end in c.decides)
         form = ".3f" if analysis.study.decide.metric == "loss" else "+.2f"
-        level = Number(f"{key}.decides.level", c.level, f"{c.level:.1%}", c.runs)
+        level = Number(f"{key}.decides.level", c.level, level_text(c.level), c.runs)
         below = ("by ", *interval(f"{key}.decides", ends, form, c.runs), ", ", level, " · ", *below)
     provisional = ", provisional" if c.provisional else ""
     return Cell((f"{SIGNS[decision]} {decision}{provisional}",), below, tone=tone(decision))

@@ -24,7 +24,7 @@ from .execute import THREADS, share_cores
 from .gpus import gpu_memory
 from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, groups, search_runs
 from .search import Point
-from .watch import Seen, duration_text, planned
+from .watch import Seen, compared_value, duration_text, planned
 
 # Prints the FLOP/s of the fastest of a few single-precision products.
 PRODUCT = """
@@ -107,7 +107,7 @@ def describe(study: StudyConfig, sd: float | None = None) -> Design:
     left = max(0.0, sum(seconds.values()) - spent / abreast)
     n, detectable = min(len(study.seeds_of(size)) for size in study.sizes or [""]), None
     if n > 1:
-        detectable = minimum_detectable(n, spread.sd, confidence=study.decide.confidence)
+        detectable = minimum_detectable(n, spread.sd, confidence=_last_level(study))
     return Design(
         study.name, study.question, costs, slots, seconds, left, basis, n, smallest_p(n), detectable,
         _notes(study, spread, detectable, some.task is not None),
@@ -119,7 +119,7 @@ def measured_spread(study: StudyConfig) -> Spread:
     cells, _, seen = planned(study)
     values: dict[tuple[str, str, int | None], dict[str, dict[int, float]]] = {}
     for cell in cells:
-        if cell.stage == "compare" and (value := _value(study, seen[cell.config.id])) is not None:
+        if cell.stage == "compare" and (value := compared_value(study, seen[cell.config.id])) is not None:
             place = (cell.group.corpus, cell.group.size, cell.budget)
             values.setdefault(place, {}).setdefault(cell.group.arm, {})[cell.seed] = value
     squares, freedom, pairs = 0.0, 0, 0
@@ -131,16 +131,6 @@ def measured_spread(study: StudyConfig) -> Spread:
                 squares += statistics.variance(differences) * (len(differences) - 1)
                 freedom, pairs = freedom + len(differences) - 1, pairs + len(differences)
     return Spread(math.sqrt(squares / freedom), pairs) if squares else Spread()
-
-
-def _value(study: StudyConfig, seen: Seen) -> float | None:
-    """What is compared of a finished run: its loss, or its error rate."""
-    if seen.record is None or seen.status != "finished":
-        return None
-    totals, split = seen.record["totals"], study.decide.split
-    found = (totals.get("splits") or {}).get(split, {}) if split else totals["best"]
-    measure = found.get(study.decide.metric)
-    return None if measure is None else 1 - measure if study.decide.metric == "accuracy" else measure
 
 
 def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_task: bool) -> list[str]:
@@ -161,6 +151,7 @@ def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_ta
         )
     if 1 < n < enough:
         notes.append("a verdict of so few seeds will be marked provisional")
+    notes += _looks(study)
     if some_task:
         notes.append(
             "a task's texts count as task.max_length tokens and its evaluations as nothing: tokens, FLOPs and times "
@@ -178,6 +169,39 @@ def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_ta
         points = f"sd {100 * spread.sd:.3g} ({spread})"
         notes.append(f"{found} ({rule.margin_points:g} points), if paired differences have {points}")
     return notes
+
+
+def _looks(study: StudyConfig) -> list[str]:
+    """When the study looks, at which levels, and what that may save."""
+    if not study.looks:
+        return []
+    from .looks import look_levels
+
+    texts, alpha = [], 1 - study.decide.confidence
+    for size in study.sizes or [""]:
+        looks = study.looks_of(size)
+        levels = ", ".join(f"{n} ({level:.2g})" for n, level in zip(looks, look_levels(looks, alpha), strict=True))
+        texts.append(f"{size + ': ' if size else ''}{levels}")
+    first, most = (
+        sum(n(group.size) * len(study.budgets_of(group.size)) for group in groups(study))
+        for n in (lambda size: study.looks_of(size)[0], lambda size: study.looks_of(size)[-1])
+    )
+    return [
+        f"looks at so many pairs (two-sided level of each, of {alpha:.2g} in all, before Holm): "
+        f"{'; '.join(dict.fromkeys(texts))}",
+        f"runs, FLOPs and times are the worst case, in which all seeds are needed: {most} runs of the comparison; "
+        f"{first} if everything is decided at the first look",
+    ]
+
+
+def _last_level(study: StudyConfig) -> float:
+    """The confidence of the interval that decides when all seeds are there."""
+    if not study.looks:
+        return study.decide.confidence
+    from .looks import look_levels
+
+    shortest = min((study.looks_of(size) for size in study.sizes or [""]), key=lambda looks: looks[-1])
+    return 1 - look_levels(shortest, 1 - study.decide.confidence)[-1]
 
 
 def _seeds_for(level: float) -> int:
@@ -237,7 +261,8 @@ def _cost(cells: list[Cell], study: StudyConfig) -> Cost:
     shared = _shared_steps(cells[0], study)
     tokens = (steps - shared) * step * len(cells)
     kept = (8 * found.width + 2 * found.inner) * found.layers * step // train.accumulate  # for the backward pass
-    memory = 4 * (found.total + 3 * found.trainable + kept)  # fp32; frozen weights have no gradient, no moments
+    each = 3 + (train.average is not None)  # gradient, moments, average; frozen weights have none of them
+    memory = 4 * (found.total + each * found.trainable + kept)  # fp32
     per_evaluation = 0 if config.task else train.eval_tokens or 0
     evaluated = -(-(steps - shared) // train.eval_every) * per_evaluation * len(cells)
     return Cost(

@@ -24,7 +24,7 @@ from ..record import is_claimed
 from ..training.prefix import TrunkBusy, drop_unneeded, is_held, trunk_name
 from .gpus import GpuClaims, give, gpu_memory, pick_gpu
 from .plan import Cell, Execution, StudyConfig, check_runs, choose, comparison_runs, groups
-from .watch import begin, diverged, look, losses, searched, unsettled
+from .watch import begin, compared, diverged, look, losses, searched, unsettled
 
 BUSY = 75  # exit code of a child that found its run taken
 ATTEMPTS = 2  # of a run whose process is killed
@@ -69,7 +69,14 @@ def run_study(
     for cell in cells:  # a rate that is too high is an answer, where a lower one was found
         if cell.group in chosen and diverged(seen[cell.config.id]):
             problems.pop(cell.folder, None)
-    return problems | run(comparison_runs(study, chosen)) | run(check_runs(study, chosen))
+    asked: list[Cell] = []
+    while len(cells := compared(study, chosen)[0]) > len(asked):  # looks ask for more seeds as long as it takes
+        asked = cells
+        problems |= run(cells)
+    if study.looks:
+        most = len(comparison_runs(study, chosen))
+        say(f"looks: {len(asked)} of {most} planned runs of the comparison were asked for")
+    return problems | run(check_runs(study, chosen))
 
 
 def run_local(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ class Decide(Section):
     margin_points: float = Field(2.0, gt=0)  # largest acceptable loss of accuracy, in percentage points
     correction: Literal["holm", "none"] = "holm"  # over all comparisons of the study
 
+    @property
+    def limit(self) -> float:
+        """The margin in the units of the difference: nats, or the error rate."""
+        return math.log(self.margin) if self.metric == "loss" else self.margin_points / 100
+
 
 class RateCheck(Section):
     """Another rate, tried once for every arm at each size's longest budget: is the chosen one still the best there?"""
@@ -76,6 +82,7 @@ class StudyConfig(Section):
     base: dict[str, Any] = Field({})  # a RunConfig, as in its own file
     arms: dict[str, dict[str, Any]] = Field(min_length=1)  # name -> overrides; without a method, the name is the method
     seeds: PerSize = Field([0, 1, 2, 3, 4, 5], min_length=1)  # both init_seed and data_seed; or size -> seeds
+    looks: PerSize = Field([])  # pairs at which to look whether more seeds are needed; or size -> pairs; empty: all are
     extension: list[int] = Field([])  # seeds added after the study began, to all sizes; the page says so
     corpora: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's corpus
     sizes: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's model
@@ -115,7 +122,7 @@ class StudyConfig(Section):
             raise ValueError(
                 "decide.split: the loss is compared on validation, or on test; others need metric=accuracy"
             )
-        for name, per_size in (("seeds", self.seeds), ("budgets", self.budgets)):
+        for name, per_size in (("seeds", self.seeds), ("looks", self.looks), ("budgets", self.budgets)):
             lists = per_size if isinstance(per_size, dict) else {"": per_size}
             if isinstance(per_size, dict) and (odd := sorted(set(per_size) ^ set(self.sizes))):
                 raise ValueError(f"{name}: must name every size and no other; {odd[0]!r} is only in one of them")
@@ -136,7 +143,19 @@ class StudyConfig(Section):
             if len(set(self.seeds_of(size))) < len(self.seeds_of(size)):
                 raise ValueError("extension: names a seed that the study has already")
         self._search_fits()
+        self._looks_fit()
         return self
+
+    def _looks_fit(self) -> None:
+        if self.looks and self.extension:
+            raise ValueError("extension: a study with looks has planned its seeds; give more seeds and a later look")
+        for size in (self.sizes or [""]) if self.looks else []:
+            looks, planned = self.looks_of(size), len(self.seeds_of(size))
+            if list(looks) != sorted(looks) or looks[0] < 2:
+                raise ValueError(f"looks: {list(looks)} must rise, and a look needs two pairs at least")
+            if looks[-1] != planned:
+                has = f"{size or 'the study'} has {planned} seeds"
+                raise ValueError(f"looks: the last one is at {looks[-1]} pairs, but {has}; make them equal")
 
     def _search_fits(self) -> None:
         if self.lr and self.search:
@@ -167,6 +186,11 @@ class StudyConfig(Section):
 
     def seeds_of(self, size: str) -> list[int]:
         return [*(self.seeds[size] if isinstance(self.seeds, dict) else self.seeds), *self.extension]
+
+    def looks_of(self, size: str) -> tuple[int, ...]:
+        """Numbers of pairs; without looks the one at all seeds."""
+        given = self.looks.get(size, []) if isinstance(self.looks, dict) else self.looks
+        return tuple(given) or (len(self.seeds_of(size)),)
 
     @property
     def threads(self) -> int:

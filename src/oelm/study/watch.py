@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..integrity import SEAL, read_object, seal_holds, sealed
 from ..record import differences, evaluations, is_claimed, read_metrics, read_run, sweep, write_atomically
 from ..validation import validation_line
 from .plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
+from .search import Point
 
 COLUMNS = {
     "run": "{}", "stage": "{}", "arm": "{}", "corpus": "{}", "size": "{}", "budget": "{}", "seed": "{}",
@@ -154,13 +155,41 @@ def searched(study: StudyConfig) -> tuple[list[Cell], dict[str, Seen]]:
         seen |= new
 
 
+def compared_value(study: StudyConfig, seen: Seen) -> float | None:
+    """What is compared of a finished run: its loss, or its error rate."""
+    if seen.record is None or seen.status != "finished":
+        return None
+    totals, rule = seen.record["totals"], study.decide
+    splits = totals.get("splits") or {}
+    found = splits.get(rule.split, {}) if rule.split else totals["best"]
+    if rule.metric == "accuracy":  # of the model that was saved
+        found = splits.get(rule.split or "validation", found)
+    measure = found.get(rule.metric)
+    return None if measure is None else 1 - measure if rule.metric == "accuracy" else measure
+
+
+def compared(study: StudyConfig, chosen: Mapping[Group, Point]) -> tuple[list[Cell], dict[str, Seen]]:
+    """The runs of the comparison, as far as the looks have asked for them or they have begun, and how they stand."""
+    cells = comparison_runs(study, chosen)
+    seen = {cell.config.id: look(cell) for cell in cells}
+    if study.looks:
+        from .looks import asked_runs  # here, because it loads scipy
+
+        values: dict[str, float | None] = {key: None for key, s in seen.items() if diverged(s)}
+        values |= {key: v for key, s in seen.items() if (v := compared_value(study, s)) is not None}
+        asked = {cell.config.id for cell in asked_runs(study, cells, values)}
+        cells = [c for c in cells if c.config.id in asked or seen[c.config.id].status != "waiting"]
+    return cells, {cell.config.id: seen[cell.config.id] for cell in cells}
+
+
 def planned(study: StudyConfig) -> tuple[list[Cell], list[Group], dict[str, Seen]]:
     """All runs known by now, the groups that still wait for their learning rate, and how the runs stand."""
     search, seen = searched(study)
     chosen = {group: choice.best for group, choice in choose(study, losses(seen)).items()}
-    later = [*comparison_runs(study, chosen), *check_runs(study, chosen)]
-    seen |= {cell.config.id: look(cell) for cell in later}
-    return search + later, [group for group in groups(study) if search and group not in chosen], seen
+    compare, stand = compared(study, chosen)
+    checks = check_runs(study, chosen)
+    seen |= stand | {cell.config.id: look(cell) for cell in checks}
+    return [*search, *compare, *checks], [group for group in groups(study) if search and group not in chosen], seen
 
 
 def first_runs(folder: Path) -> dict[Group, Cell]:
@@ -184,10 +213,11 @@ def rows(folder: Path, study: StudyConfig | None = None) -> list[dict[str, Any]]
     searching = {cell.group for cell in cells if cell.stage == "search" and seen[cell.config.id].status not in OVER}
     empty = dict.fromkeys(COLUMNS) | {"stage": "compare"}
     for group in waiting:  # in vain, where the search is over without a rate
+        seeds = study.seeds_of(group.size)[: study.looks_of(group.size)[0]]
         status = "waiting" if group in searching else "failed"
         table += [
             {**empty, **group._asdict(), "seed": seed, "budget": budget, "status": status}
-            for seed in study.seeds_of(group.size) for budget in study.budgets_of(group.size)
+            for seed in seeds for budget in study.budgets_of(group.size)
         ]  # fmt: skip
     return table
 

@@ -18,18 +18,24 @@ from torch.utils._pytree import tree_map_only
 from ..integrity import check_folder, seal_folder, sync_folder
 from ..method.layout import gathered
 
+AVERAGE = "average.safetensors"  # beside the weights, where the run averages them
+
 # Randomness inside a step is a function of (seed, step), so there is no generator state to keep.
 
 
 def save_checkpoint(
-    run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], meta: dict[str, Any], write: bool = True
-) -> None:
+    run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], meta: dict[str, Any], write: bool = True,
+    average: dict[str, torch.Tensor] | None = None,
+) -> None:  # fmt: skip
     """Makes `last/` the given state and `previous/` the one before; at every moment one of them is whole.
+
+    `average`: that of the weights, where the run keeps one.
 
     All processes call it, because sharded tensors are gathered; the one with `write` writes.
     """
     weights = collected(_tensors(model), write)
     states = collected([optimizer.state_dict() for optimizer in optimizers], write)
+    averaged = collected(average or {}, write)
     if not write:
         return
     saving, last, previous = run / ".saving", run / "last", run / "previous"
@@ -38,6 +44,8 @@ def save_checkpoint(
     try:
         save_file(weights, saving / "weights.safetensors")
         torch.save(states, saving / "optimizer.pt")
+        if averaged:
+            save_file(averaged, saving / AVERAGE)
         _readable(saving)
         seal_folder(saving, meta)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk has all three faces

@@ -25,6 +25,7 @@ from ..method.layout import gathered
 from ..method.verify import unwrap, verify
 from ..record import Run, check_metrics
 from ..validation import validation_line
+from .average import Average
 from .checkpoint import collected, find_best, load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
 from .clock import WARMUP, Clock
 from .device import agree_on_start, upload
@@ -125,7 +126,8 @@ def train(
     total, folder = total_steps(config, task), config.folder
     clock = Clock(accelerator.device)
     freezer = Freezer(run, inner, optimizers, config, accelerator, total)
-    progress = _take_up(run, inner, optimizers, config, accelerator, freezer)
+    average = Average(inner, settings.average, accelerator)
+    progress = _take_up(run, inner, optimizers, config, accelerator, freezer, average)
     screen = Screen(total, progress.step, quiet or run is None)
     if run:
         run.update(total_steps=total)
@@ -145,7 +147,7 @@ def train(
             meta["frozen"] = inner.oelm_report.fingerprints  # type: ignore[union-attr]
         if accelerator.scaler is not None:
             meta["scaler"] = accelerator.scaler.state_dict()
-        save_checkpoint(folder, inner, optimizers, meta, write=run is not None)
+        save_checkpoint(folder, inner, optimizers, meta, write=run is not None, average=average.weights)
         if run:
             run.append("checkpoint", step=progress.step, seconds=time.perf_counter() - start)
         accelerator.wait_for_everyone()
@@ -166,6 +168,7 @@ def train(
             model = freezer.before_step(model, progress.step)
             book.add(train_step(model, optimizers, task, config, accelerator, clock, progress.step, total))
             progress.step += 1
+            average.update(progress.step, clock)
             asked = progress.step % ASK_EVERY == 0
             if progress.step % system.log_every == 0 or (asked and settings.max_time is not None):
                 book.flush(progress)
@@ -176,7 +179,8 @@ def train(
             evaluated = ended or progress.step % settings.eval_every == 0
             if evaluated:
                 book.flush(progress)
-                _evaluate(run, model, task, accelerator, folder, progress, screen)
+                with average.in_place():
+                    _evaluate(run, model, task, accelerator, folder, progress, screen)
             due = progress.step % system.checkpoint_every == 0 if system.checkpoint_every else evaluated
             if due or late or stop or ended or progress.step in shared:
                 checkpoint()
@@ -216,7 +220,7 @@ def _steps_of(tokens: int, task: Task, most: int) -> int:
 
 def _take_up(
     run: Run | None, model: nn.Module, optimizers: list[Any], config: RunConfig, accelerator: Accelerator,
-    freezer: Freezer,
+    freezer: Freezer, average: Average,
 ) -> Progress:  # fmt: skip
     """Loads the newest whole checkpoint, if there is one, and cuts the metrics back to it."""
 
@@ -247,6 +251,7 @@ def _take_up(
         raise ValueError(
             f"{folder / meta['folder']}: is of run {meta['id']}, not of {config.id}; choose another out=..."
         )
+    average.take_up(folder / meta["folder"])
     if "scaler" in meta and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(meta["scaler"])
     progress = Progress(meta["step"], meta["tokens"], meta["train_seconds"], meta["best"])
