@@ -193,7 +193,7 @@ def test_of_a_study_the_finished_runs_that_it_compares(tmp_path):
     with pytest.raises(ValueError, match="none of the study's comparison runs is finished yet"):
         find_runs([study.folder])
     group = search_runs(study)[0].group
-    first = comparison_runs(study, {group: 2e-3})[0]
+    first = comparison_runs(study, {group: (2e-3,)})[0]
     for cell, loss in zip([*search_runs(study), first], [2.0, 1.0, 1.0], strict=True):
         cell.folder.mkdir(parents=True)
         run = Run.open(cell.folder, {"id": cell.config.id, "science": cell.config.science()}, quiet=True)

@@ -105,7 +105,7 @@ class MethodConfig(Section):
     target_modules: str | list[str] | dict[str, str | int] | None = None
     exclude_modules: str | list[str] | None = None
     temperature: bool | None = None
-    input_gains: bool | None = None
+    input_gains: bool | str | None = None
     correction: Literal["lora", "oft", "blocks"] | None = None
     rank: int | float | None = None
     block: int | None = None

@@ -32,6 +32,7 @@ from .config import RunConfig
 from .integrity import SEAL, file_sha256, parse_json, seal_holds, sealed
 
 METRICS = "metrics.jsonl"
+PATIENCE = 1.0  # seconds for a claim: whoever only asks whether a folder is claimed holds its lock for a moment
 CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
 MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve would be of two things
@@ -184,7 +185,7 @@ def claimed(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(claim := folder / CLAIM)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=PATIENCE)
     except Timeout:
         raise ValueError(f"{folder}: another process is working on this run; wait for it or stop it") from None
     except OSError as error:

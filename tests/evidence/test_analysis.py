@@ -617,7 +617,8 @@ def test_surely_worse_but_not_surely_beyond_the_margin_has_a_name_of_its_own(tmp
         ("oelm-trainable", [], "headwise frames of gain 1, trained"),
         ("oelm-q", [], "queries headwise frames of gain 1, frozen; keys random weights with std 0.02, trained"),
         ("baseline", ["model.qk_norm=true"], "random weights with std 0.02, trained, normalised (qk_norm)"),
-        ("oelm-keep", ["task=sst2"], "pretrained weights, frozen"),
+        ("oelm-keep", ["task=sst2"], "the weights of minilm-l6, frozen"),
+        ("oelm-keep", ["task=sst2", "model.pretrained=false"], "random weights with std 0.02, frozen"),
     ],
 )
 def test_a_start_is_said_in_words(arm, words, start):

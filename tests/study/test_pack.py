@@ -1,5 +1,6 @@
 """A study in one file says what its folder says, and nothing once a byte of it has changed."""
 
+import json
 import lzma
 import tarfile
 
@@ -92,5 +93,15 @@ def test_an_arm_of_another_study_can_be_the_reference(tmp_path):
     assert look.study.decide.reference == "fair@theirs"
     assert means["baseline"] == pytest.approx(0.02, abs=0.004)
     assert set(means) == set(read_study(tmp_path / "ours").arms)
+    apart = fake_study(tmp_path / "apart", search=False, cost={"fair": 0.0}, decide={"reference": "fair"}, seeds=1)
+    assert apart.seeds == [0]
+    look = analyse(tmp_path / "ours", f"{tmp_path / 'apart'}:fair")
+    assert {c.paired.n for *_, c in look.comparisons()} == {1}  # never the verdicts against our own reference
+    fake_study(tmp_path / "tested", search=False, cost={"fair": 0.0}, decide={"reference": "fair"}, examples=9)
+    study = json.loads((tmp_path / "tested" / "study.json").read_text())
+    study["decide"]["metric"] = "accuracy"
+    (tmp_path / "tested" / "study.json").write_text(json.dumps({k: v for k, v in study.items() if k != "seal"}))
+    with pytest.raises(ValueError, match="not the same quantity"):
+        analyse(tmp_path / "ours", f"{tmp_path / 'tested'}:fair")
     with pytest.raises(ValueError, match="not an arm of theirs"):
         analyse(tmp_path / "ours", f"{tmp_path / 'theirs'}:nobody")

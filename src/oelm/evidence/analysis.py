@@ -256,6 +256,8 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
         ), asked.get(place, study.looks_of(place.size)[0]))
         for place in places
     ]  # fmt: skip
+    if against:  # where this arm was not run there is nothing to compare with
+        settings = [setting for setting in settings if any(arm.name == against for arm in setting.arms)]
     searched = {cell.config.id for cell in search_cells}
     out = tuple(item for item in left_out if item.status == "diverged" and item.cell in searched)
     lost = tuple(item for item in left_out if item not in out)
@@ -275,7 +277,11 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
 
 def _against_another(ours: Analysis, theirs: Analysis, arm: str) -> Analysis:
     """Our arms against one of another study, at the same seeds, where corpus, size and length have the same names."""
-    name = f"{arm}@{theirs.study.name}"
+    name, rules = f"{arm}@{theirs.study.name}", [(a.study.decide.metric, a.study.decide.split) for a in (ours, theirs)]
+    if rules[0] != rules[1]:
+        raise ValueError(
+            f"{theirs.study.name}: compares {rules[1]}, {ours.study.name} {rules[0]}: not the same quantity"
+        )
     found = {setting.title: theirs.baseline(setting) for setting in theirs.settings}
     settings = [
         replace(setting, arms=(*setting.arms, replace(found[setting.title], name=name, comparison=None)))
@@ -283,6 +289,8 @@ def _against_another(ours: Analysis, theirs: Analysis, arm: str) -> Analysis:
     ]  # fmt: skip
     if not settings:
         raise ValueError(f"{theirs.study.name}: has none of the settings of {ours.study.name}")
+    if any(len({run.data for arm in setting.arms for run in arm.runs}) > 1 for setting in settings):
+        raise ValueError(f"{theirs.study.name}: was made with other texts than {ours.study.name}")
     decide = ours.study.decide.model_copy(update={"reference": name})
     study = ours.study.model_copy(update={"arms": {**ours.study.arms, name: {}}, "decide": decide})
     return replace(ours, study=study, settings=_decided(study, settings))
@@ -346,7 +354,7 @@ def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, 
     def compared(i: int, arm: Arm) -> Arm:
         key = (i, arm.name)
         if key not in pairs:
-            return arm
+            return replace(arm, comparison=None)
         both, result = pairs[key]
         differences = [run.value - other.value for run, other in both]
         margin_t, zero_t = (

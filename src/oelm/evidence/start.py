@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+
 from ..config import RunConfig
-from ..study.plan import Group, StudyConfig, comparison_runs, groups, search_runs
+from ..models.presets import PRESETS
+from ..study.plan import Cell, StudyConfig, comparison_runs, search_runs
 
 USUAL = 0.02  # GPT-2's standard deviation, where a config says nothing
 
@@ -16,8 +20,8 @@ def start_of(config: RunConfig) -> str:
         kind, state = method.role("init", role), "frozen" if role in method.freeze else "trained"
         if kind != "keep":
             start = f"{kind} frames of gain {method.role('gain', role):g}"
-        elif config.task or config.model.pretrained:
-            start = "pretrained weights"
+        elif config.model.name not in PRESETS and config.model.pretrained is not False:
+            start = f"the weights of {config.model.name}"
         else:
             std = config.model.init_std or USUAL
             start = "random weights with std 1/sqrt(width)" if std == "width" else f"random weights with std {std:g}"
@@ -26,8 +30,7 @@ def start_of(config: RunConfig) -> str:
     return f"{said}, normalised (qk_norm)" if config.model.qk_norm else said
 
 
-def reference_start(study: StudyConfig) -> str:
-    """The start of the study's reference, from its plan; of the first corpus and size where there are several."""
-    group = next(group for group in groups(study) if group.arm == study.decide.reference)
-    points = {cell.group: cell.point for cell in search_runs(study) if cell.group == group}
-    return start_of(next(c.config for c in comparison_runs(study, points or {group: ()}) if c.group == Group(*group)))
+def reference_start(study: StudyConfig, cells: Iterable[Cell]) -> str:
+    """The start of the study's reference, as it was run; as it is planned, where nothing of it has been run."""
+    plan = search_runs(study) or comparison_runs(study, {})
+    return start_of(next(cell.config for cell in chain(cells, plan) if cell.group.arm == study.decide.reference))

@@ -53,7 +53,7 @@ class OelmConfig:
     target_modules: Targets | None = None  # which modules, as in PEFT; {q: name, k: name} for unknown ones
     exclude_modules: str | Sequence[str] | None = None  # modules to leave alone: names or a pattern, as in PEFT
     temperature: bool = False  # a trained factor per head on the attention logits
-    input_gains: bool = False  # a trained factor per channel on the input of q, and another on that of k
+    input_gains: bool | str = False  # a trained factor per channel on the input of q, k, or both: "q", "k" or true
     correction: str | None = None  # on frozen weights: "lora" adds a low-rank part, "oft" rotates the input, "blocks"
     # turns each head of the keys by a trained matrix
     rank: int | float = 8  # rank of the low-rank part of lora; with a point (0.5), a share of the head's size
@@ -108,6 +108,8 @@ class OelmConfig:
             raise ValueError('gain: scales frames, and init "keep" makes none; leave it out')
         if self.temperature and "q" not in self.freeze:
             raise ValueError("temperature: a trained q learns its own scale; freeze q, or leave it out")
+        if not isinstance(self.input_gains, bool) and self.input_gains not in self.freeze:
+            raise ValueError(f'input_gains: give true, false, or a frozen role, "q" or "k"; got {self.input_gains!r}')
         for name in ("input_gains", "correction", "schedule"):
             if getattr(self, name) and not self.freeze:
                 raise ValueError(f"{name}: has nothing to act on; name q, k or both with `freeze`")
@@ -131,10 +133,9 @@ class OelmConfig:
         """The rank of a low-rank part: as asked for, or as a share of the head's size."""
         return self.rank if isinstance(self.rank, int) else max(1, round(self.rank * head_dim))
 
-    @property
-    def gains_join(self) -> bool:
-        """Gains on two slices meet in one product of coordinates: one vector, the query's, does what two would do."""
-        return set(self.freeze) == set(ROLES) and all(self.role("init", role) == "identity" for role in ROLES)
+    def gains_on(self, role: str) -> bool:
+        """Whether the inputs of a frozen role have gains."""
+        return self.input_gains is True or self.input_gains == role
 
     @classmethod
     def arm(cls, name: str, **overrides: Any) -> OelmConfig:
@@ -191,7 +192,8 @@ ARMS: dict[str, OelmConfig] = {
     "oelm-keep": OelmConfig(init="keep"),
     "oelm-temperature": OelmConfig(temperature=True),
     "oelm-gains": OelmConfig(input_gains=True),
-    "oelm-slices-gains": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}, input_gains=True),
+    # On two slices the gains meet in one product of coordinates, so those of the queries alone can do as much.
+    "oelm-slices-gains": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}, input_gains="q"),
     "oelm-lora": OelmConfig(correction="lora"),
     "oelm-slices-lora": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}, correction="lora", rank=16),
     "oelm-blocks": OelmConfig(init="identity", offset={"q": 0.0, "k": 0.5}, correction="blocks"),

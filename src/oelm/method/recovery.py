@@ -152,7 +152,7 @@ def add_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmCon
         parts: dict[str, Tensor] = {}
         if config.temperature and p.role == "q":
             parts["temperature"] = torch.ones(p.heads)
-        if config.input_gains and not (p.role == "k" and config.gains_join):
+        if config.gains_on(p.role):
             parts["input_gain"] = torch.ones(p.d_in)
         if config.correction == "lora":
             generator = torch.Generator().manual_seed(seed_of(config.seed, p.stack, p.place, p.role, "lora"))

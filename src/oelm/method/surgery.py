@@ -124,7 +124,7 @@ def _added(config: OelmConfig) -> list[str]:
     share = "" if isinstance(config.rank, int) else " x the head's size"
     corrections = {"lora": f"lora of rank {config.rank}{share}", "oft": f"oft in blocks of {config.block}",
                    "blocks": "a matrix for each head of the keys"}  # fmt: skip
-    parts = ["a temperature per head"] * config.temperature + ["gains on the inputs"] * config.input_gains
+    parts = ["a temperature per head"] * config.temperature + ["gains on the inputs"] * bool(config.input_gains)
     parts += [corrections[config.correction]] if config.correction else []
     lines = [f"trained on top of the frozen weights: {', '.join(parts)}"] if parts else []
     if isinstance(plan := config.schedule, Schedule):

@@ -56,7 +56,7 @@ def gpt_counts(model: ModelConfig, vocab_size: int, method: OelmConfig) -> Count
         kind = method.role("init", role)
         if kind not in (*DENSE, "identity"):
             return None
-        gains = method.input_gains and not (role == "k" and method.gains_join)
+        gains = method.gains_on(role)
         parts, multiplied = width * gains + heads * (method.temperature and role == "q"), 0
         if method.correction == "lora" and (rank := method.rank_of(width // heads)) < width:
             multiplied = 2 * rank * width

@@ -264,7 +264,7 @@ def rule(analysis: Analysis) -> list[str]:
         *looks,
         f"Compared: {what}.",
         f"Paired by seed with {d.reference}: the same initialisation seed and the same batches. {rates}",
-        f"The reference, {d.reference}, starts from {reference_start(study)}.",
+        f"The reference, {d.reference}, starts from {reference_start(study, (cell for cell, _ in analysis.compare))}.",
         f"Margin: {limit}.",
         f"Superior: the t interval of the mean paired difference ({percent} before correction) lies below zero. "
         "Non-inferior: it lies below the margin. Inferior: it lies above the margin. "

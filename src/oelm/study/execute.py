@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from ..config import RunConfig
 from ..record import is_claimed
-from ..training.prefix import TrunkBusy, drop_unneeded, is_held, trunk_name
+from ..training.prefix import TrunkBusy, drop_unneeded, trunk_folder
 from .gpus import GpuClaims, give, gpu_memory, pick_gpu
 from .plan import Cell, Execution, StudyConfig, check_runs, choose, comparison_runs, groups
 from .watch import begin, compared, diverged, look, losses, searched, unsettled
@@ -57,7 +57,7 @@ def run_study(
         found = losses(seen)
         if all(cell.config.id in found or cell.folder in problems for cell in cells):
             break
-        problems |= run(cells)
+        problems |= run([cell for cell in cells if cell.folder not in problems])
     choices = choose(study, found)
     for group in groups(study) if cells else []:
         if choice := choices.get(group):
@@ -72,11 +72,13 @@ def run_study(
     asked: list[Cell] = []
     while len(cells := compared(study, chosen)[0]) > len(asked):  # looks ask for more seeds as long as it takes
         asked = cells
-        problems |= run(cells)
+        problems |= run([cell for cell in cells if cell.folder not in problems])
     if study.looks:
         most = len(comparison_runs(study, chosen))
         say(f"looks: {len(asked)} of {most} planned runs of the comparison were asked for")
-    return problems | run(check_runs(study, chosen))
+    problems |= run(check_runs(study, chosen))
+    drop_unneeded((cell.config, look(cell).status not in ("finished", "failed")) for cell in asked)
+    return problems
 
 
 def run_local(
@@ -108,7 +110,7 @@ class _Launcher:
         ready: Callable[[], object],
     ) -> None:  # fmt: skip
         queue, self.problems = unsettled(cells)
-        self.cells = cells
+        self.cells, self.trunks = cells, dict[Path, Path | None]()
         self.queue, self.total, self.began = deque(queue), len(cells), time.time()
         self.execution, self.say, self.tick, self.gpus, self.ready = execution, say, tick, gpus, ready
         self.children: list[_Child] = []
@@ -185,16 +187,20 @@ class _Launcher:
 
     def _next_to_front(self) -> bool:
         """Turns the queue to a run whose first steps nobody else is taking; False while there is none."""
+        now = time.monotonic()
+        starting = {self._trunk(c.cell) for c in self.children if now - c.started < STARTING}  # have not claimed yet
         for _ in range(len(self.queue)):
-            config = self._placed(self.queue[0])
-            trunk = trunk_name(config)
-            starting = {  # these have not claimed theirs yet
-                trunk_name(self._placed(c.cell)) for c in self.children if time.monotonic() - c.started < STARTING
-            }
-            if trunk is None or (trunk not in starting and not is_held(config)):
+            trunk = self._trunk(self.queue[0])
+            if trunk is None or (trunk not in starting and not is_claimed(trunk)):
                 return True
             self.queue.rotate(-1)
         return False
+
+    def _trunk(self, cell: Cell) -> Path | None:
+        """Where the first steps that the run shares are kept; asked often, so worked out once."""
+        if cell.folder not in self.trunks:
+            self.trunks[cell.folder] = trunk_folder(self._placed(cell))
+        return self.trunks[cell.folder]
 
     def _take_gpu(self) -> str | None:
         """A GPU with room that no other launcher of ours on this machine has claimed."""

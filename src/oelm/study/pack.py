@@ -67,7 +67,10 @@ def unpack(file: Path, folder: Path) -> int:
     """Writes a packed study back into a folder, where it can go on: the number of its runs."""
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: is there already; choose another folder with -o")
-    _, files = _read(file)
+    return _write(_read(file)[1], folder)
+
+
+def _write(files: dict[str, bytes], folder: Path) -> int:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -84,10 +87,10 @@ def opened(where: Path) -> Path:
 
 @lru_cache(maxsize=64)
 def _opened(file: Path, changed: int, size: int) -> Path:
-    name, _ = _read(file)
+    name, files = _read(file)
     place = Path(tempfile.mkdtemp(prefix="oelm-study-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    unpack(file, place / name)
+    _write(files, place / name)
     return place / name
 
 

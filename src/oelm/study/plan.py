@@ -160,8 +160,8 @@ class StudyConfig(Section):
     def _search_fits(self) -> None:
         if self.lr and self.search:
             raise ValueError("search: give lr.grid or search, not both")
-        if self.check and not self.searched:
-            raise ValueError("check: needs a search whose choice it could check; give lr or search")
+        if self.check and "train.lr" not in self.searched:
+            raise ValueError("check: needs a search for train.lr, whose choice it could check; give lr or search")
         if self.lr and isinstance(self.lr.grid, dict) and (odd := sorted(set(self.lr.grid) ^ set(self.arms))):
             raise ValueError(f"lr.grid: must name every arm and no other; {odd[0]!r} is only in one of them")
         sizes = {arm: len(self.lr.of(arm)) for arm in self.arms} if self.lr else {}

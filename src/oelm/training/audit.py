@@ -21,7 +21,7 @@ from ..method.schedule import change_state, follow_schedule
 from ..method.surgery import apply_oelm
 from ..method.verify import VerifyError, verify
 from ..models.build import check_saved, load_causal, loading
-from ..models.causal import build_language_model
+from ..models.causal import build_language_model, context_of
 from ..models.classifiers import build_classifier
 from ..models.presets import PRESETS
 from ..record import evaluations, is_claimed, read_metrics, read_predictions, read_run
@@ -129,7 +129,8 @@ def _measured_again(folder: Path, record: dict[str, Any], config: RunConfig, sai
         return f"best: {place} holds other tokens by now, so its loss was not measured again"
     model = load_causal(folder / "best")
     with torch.no_grad():
-        found = few_loss(model, tokens, config, model.config.max_position_embeddings, torch.device("cpu"))
+        context, ours = context_of(model, config.model), config.model.name in PRESETS
+        found = few_loss(model, tokens, config, context, torch.device("cpu"), ours)
     if not abs(found - said["few_loss"]) <= TOLERANCE[record["precision"]] * said["few_loss"]:
         raise ValueError(
             f"{folder / 'best'}: is not the model that was measured: its loss on {FEW} windows is {found:.4f}, "

@@ -23,8 +23,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..config import RunConfig
-from ..integrity import check_folder
-from ..record import CLAIM, METRICS, is_claimed
+from ..integrity import META, check_folder, read_object
+from ..record import CLAIM, METRICS, MUST_NOT_CHANGE, PATIENCE, check_metrics, is_claimed
 
 OWN = ("max_steps", "max_tokens", "max_time", "decay_share")  # of `train`: what only the end of a run depends on
 PARTS = ("last", "best")  # folders of a run that are never written in place, so that links to their files are copies
@@ -41,7 +41,8 @@ def trunk_name(config: RunConfig) -> str | None:
         return None  # a schedule's moments are shares of the whole run
     science = config.science()
     science["train"] = {key: value for key, value in science["train"].items() if key not in OWN}
-    determined = [science, config.system.threads, version("torch"), _source()]
+    system = [config.system.threads, config.system.compile, config.system.deterministic]
+    determined = [science, system, version("torch"), _source()]
     return hashlib.sha256(json.dumps(determined, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -55,8 +56,8 @@ class Trunk:
     """The shared beginning of a run, held by the one run that may extend it."""
 
     def __init__(self, config: RunConfig, total: int) -> None:
-        self.folder = Path(config.system.prefixes or "") / str(trunk_name(config))
-        self.run = config.folder
+        self.name, self.id, self.run = str(trunk_name(config)), config.id, config.folder
+        self.folder = Path(config.system.prefixes or "") / self.name
         self.last = config.train.decay_start(total)
         self.lock = FileLock(self.folder / CLAIM)
 
@@ -66,7 +67,7 @@ class Trunk:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.lock.acquire(timeout=0)
+            self.lock.acquire(timeout=PATIENCE)
         except Timeout:
             raise TrunkBusy(f"{self.run}: another run is taking its first steps; wait for it") from None
 
@@ -75,27 +76,35 @@ class Trunk:
 
     def take_up(self, facts: dict[str, Any]) -> int | None:
         """Puts the longest kept state that the run can use in its folder; the step of it, if there was one."""
+        meta = _meta(self.run / "last")
+        if meta.get("id") not in (None, self.id) and meta.get("trunk") != self.name:
+            for part in ("last", "previous", "best"):  # taken up from a trunk of another version; no step is its own
+                shutil.rmtree(self.run / part, ignore_errors=True)
         for step in sorted(kept_steps(self.folder), reverse=True):
             place = self.folder / str(step)
             if step > self.last or step <= max(_step(self.run / part) for part in ("last", "previous")):
                 continue
             try:
                 same = json.loads((place / "facts.json").read_text()) == self._facts(facts)
-                for part in PARTS:
-                    check_folder(place / part) if (place / part).exists() else None
-            except (OSError, ValueError):
+                meta = check_folder(place / "last")
+                check_metrics(place, meta["metrics_size"], meta["metrics_sha256"])
+                if meta["best"]:
+                    check_folder(place / "best")
+            except (OSError, ValueError, KeyError):
                 same = False
             if not same:  # damaged, or of other data
                 continue
-            for part in ("previous", *PARTS):
+            aside = {part: self.run / f".{part}.taken" for part in (*PARTS, METRICS)}
+            for part, copy in aside.items():
+                shutil.rmtree(copy, ignore_errors=True)
+                _link(place / part, copy) if part in PARTS else shutil.copyfile(place / part, copy)
+            for part in ("previous", *PARTS):  # only now: what takes their place is whole
                 shutil.rmtree(self.run / part, ignore_errors=True)
-            metrics = self.run / f".{METRICS}.new"
-            shutil.copyfile(place / METRICS, metrics)
-            os.replace(metrics, self.run / METRICS)
-            _link(place / "best", self.run / "best")
-            shutil.rmtree(self.run / ".saving", ignore_errors=True)
-            _link(place / "last", self.run / ".saving")
-            os.replace(self.run / ".saving", self.run / "last")  # from here on the run goes on from there
+            for part in (METRICS, "best", "last"):  # last: from here on the run goes on from there
+                if aside[part].exists():
+                    os.replace(aside[part], self.run / part)
+            if step >= self.last:
+                self.release()
             return step
         return None
 
@@ -116,40 +125,51 @@ class Trunk:
     @staticmethod
     def _facts(facts: dict[str, Any]) -> dict[str, Any]:
         """What else decides the numbers and is known only once a run has begun."""
-        return json.loads(json.dumps({key: facts.get(key) for key in ("data_sha256", "precision", "processes")}))
+        known = {key: facts.get(key) for key in (*MUST_NOT_CHANGE, "processes")}
+        known["device"] = (facts.get("environment") or {}).get("device")
+        return json.loads(json.dumps(known))
 
 
-def is_held(config: RunConfig) -> bool:
-    """Whether a run is extending this run's trunk now."""
+def trunk_folder(config: RunConfig) -> Path | None:
+    """Where a run's trunk lives; whoever extends it has claimed this folder."""
     name = trunk_name(config)
-    return bool(name) and is_claimed(Path(config.system.prefixes or "") / str(name))
+    return Path(config.system.prefixes or "") / name if name else None
 
 
 def drop_unneeded(configs: Iterable[tuple[RunConfig, bool]]) -> None:
     """Removes the kept states that no run needs; `configs`: all runs of a study, and whether each still has to run."""
     needed: dict[Path, set[int]] = {}
     for config, waiting in configs:
-        if (name := trunk_name(config)) and config.system.prefixes:
-            folder = Path(config.system.prefixes) / name
+        if folder := trunk_folder(config):
             usable = [s for s in kept_steps(folder) if s <= config.train.decay_start(config.train.max_steps or 0)]
             needed.setdefault(folder, set()).update([max(usable)] if waiting and usable else [])
-    for folder, steps in needed.items():
-        unneeded = [step for step in kept_steps(folder) if step not in steps]
-        if unneeded and not is_claimed(folder):  # nobody is reading there
-            for step in unneeded:
-                shutil.rmtree(folder / str(step), ignore_errors=True)
+    for place in {folder.parent for folder in needed}:
+        for folder in place.iterdir() if place.is_dir() else ():
+            steps = needed.get(folder, set())  # of none, where another version of the source made it
+            unneeded = [step for step in kept_steps(folder) if step not in steps]
+            if unneeded and not is_claimed(folder):  # nobody is reading there
+                for step in unneeded:
+                    leaving = folder / f".{step}.leaving"  # renamed first: nobody takes up half of it
+                    os.replace(folder / str(step), leaving)
+                    shutil.rmtree(leaving, ignore_errors=True)
 
 
 def kept_steps(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()] if folder.is_dir() else []
 
 
+def _meta(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; {} where there is none that can be read."""
+    try:
+        return read_object(checkpoint / META)
+    except (OSError, ValueError):
+        return {}
+
+
 def _step(checkpoint: Path) -> int:
     """The step of a checkpoint; -1 where there is none that can be read."""
-    try:
-        return int(json.loads((checkpoint / "meta.json").read_text())["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return -1
+    step = _meta(checkpoint).get("step")
+    return step if isinstance(step, int) else -1
 
 
 def _link(source: Path, target: Path) -> None:

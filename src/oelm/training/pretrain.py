@@ -53,7 +53,7 @@ class LanguageModelling:
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         metrics = self.measure("val", model, accelerator, self.config.train.eval_tokens)
-        few = few_loss(model, self.splits["val"], self.config, self.context, accelerator.device)
+        few = few_loss(model, self.splits["val"], self.config, self.context, accelerator.device, self.ours)
         return {**metrics, "few_loss": few}
 
     def measure(
@@ -98,11 +98,13 @@ class LanguageModelling:
         PreTrainedTokenizerFast(tokenizer_object=coder, eos_token=eot).save_pretrained(folder)
 
 
-def few_loss(model: nn.Module, tokens: Tokens, config: RunConfig, context: int, device: torch.device) -> float:
+def few_loss(
+    model: nn.Module, tokens: Tokens, config: RunConfig, context: int, device: torch.device, ours: bool
+) -> float:
     """The loss on the first few windows of the validation, by which a saved model can be told again."""
     x, y = next(val_batches(tokens, batch_size=FEW, context=context, limit_tokens=config.train.eval_tokens))
-    x, y = (tensor.to(device, non_blocking=True) for tensor in (x, y))
-    return float(model(input_ids=x, shift_labels=y).loss)
+    given = {name: tensor.to(device, non_blocking=True) for name, tensor in arguments(ours, x, y).items()}
+    return float(model(**given).loss)
 
 
 def data_folder(data: DataConfig, system: SystemConfig) -> Path:
