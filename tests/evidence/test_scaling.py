@@ -159,6 +159,12 @@ def test_a_study_of_sizes_and_budgets_is_fitted_held_out_and_predicted(tmp_path)
     assert len(oelm.held_out["budget"]["interaction"]) == 3
 
 
+def test_a_record_of_an_arm_that_is_not_known_any_more_still_counts(tmp_path):
+    fake_study(tmp_path / "s", seeds=2, search=False, cost={"baseline": 0.0, "forgotten": 0.01}, budgets=[50, 100])
+    (law_of,) = scaling(analyse(tmp_path / "s"))
+    assert (law_of.arm, len(law_of.gaps)) == ("forgotten", 4)
+
+
 def test_a_study_of_one_size_and_length_has_no_law(tmp_path):
     fake_study(tmp_path / "s", seeds=2, search=False)
     assert scaling(analyse(tmp_path / "s")) == []

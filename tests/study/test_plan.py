@@ -145,6 +145,8 @@ def test_ids_do_not_depend_on_where_the_runs_live(load):
         ({"only": {"oelm": ["large"]}}, "only: 'large' is neither a size nor a corpus"),
         ({"only": {"baseline": ["large"]}, "sizes": {"large": {}}}, "only: the reference is needed wherever"),
         ({"lr": None, "check": {"factor": 0.5}}, "check: needs a search"),
+        ({"target": {"parameters": 1e6}}, "target.tokens: field required"),
+        ({"target": {"parameters": 1e6, "tokens": 0}}, "target.tokens: input should be greater than 0, got 0"),
     ],
 )
 def test_an_unfair_or_misspelt_study_is_one_clear_line(load, changes, message):

@@ -203,7 +203,7 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
         value=value, best=best, answers=answers, majority=majority,
         seed=config.data_seed, lr=config.train.lr, steps=totals["steps"],
         tokens=totals["tokens"],
-        parameters=None if config.task else non_embedding(config.model, config.method.oelm(config.init_seed)),
+        parameters=_parameters(config),
         step_seconds=None if scheduled else record.timing_stats(metrics).get("median_step"),
         peak_memory=totals["peak_memory"],
         trainable=facts["surgery"]["total"] - frozen, frozen=frozen,
@@ -215,6 +215,13 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
         arm_then="; ".join(record.arm_changes(facts, config)),
         data=json.dumps([facts["data_sha256"], labels], sort_keys=True), updated=facts["updated"],
     )  # fmt: skip
+
+
+def _parameters(config: RunConfig) -> int | None:
+    try:
+        return None if config.task else non_embedding(config.model, config.method.oelm(config.init_seed))
+    except ValueError:  # an arm that this version does not know: its record is as good as any
+        return None
 
 
 def _answers(
