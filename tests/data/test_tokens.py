@@ -126,7 +126,7 @@ def test_vocabulary_and_merges_are_a_tokenizer(corpus: str, tmp_path: Path, name
 def test_wrong_requests_are_one_clear_line(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for tokenizer in ("bpe:256", "bpe:many"):
-        with pytest.raises(ValueError, match=f"data.tokenizer={tokenizer}: .* size of 257 or more"):
+        with pytest.raises(ValueError, match=f"data.tokenizer={tokenizer}: .* size from 257"):
             prepare(corpus, tokenizer, out)
     with pytest.raises(FileNotFoundError, match=r"data\.tokenizer=gtp2: not gpt2, bytes or bpe"):
         prepare(corpus, "gtp2", out)

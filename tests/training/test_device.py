@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from oelm.config import load_config
 from oelm.method.surgery import apply_oelm
 from oelm.models.build import build_gpt
-from oelm.record import losses, read_metrics, read_run
+from oelm.record import losses, read_metrics, read_run, record_text
 from oelm.training.clock import Clock
 from oelm.training.device import make_ready, repeated_blocks, start_accelerator
 from oelm.training.loop import train_step
@@ -118,8 +118,8 @@ def test_processes_that_read_different_checkpoints_refuse_to_go_on(tmp_path):
     assert torchrun(words, OWN_DISKS="1").returncode == 0
     assert len(losses(read_metrics(tmp_path / "run0"))) == 20
     assert not (tmp_path / "run1" / "last").exists()  # of a machine that does not see the first one's disk
-    record = (tmp_path / "run0" / "run.json").read_text()
-    (tmp_path / "run0" / "run.json").write_text(record.replace('"status": "finished"', '"status": "stopped"'))
+    record = read_run(tmp_path / "run0") | {"status": "stopped"}
+    (tmp_path / "run0" / "run.json").write_text(record_text(record))
     before = shutil.copytree(tmp_path / "run0", tmp_path / "kept")
     done = torchrun(words, OWN_DISKS="1")
     assert done.returncode != 0

@@ -12,11 +12,11 @@ from tiny import tiny_config, write_corpus
 from transformers import AutoModelForCausalLM
 
 from oelm.flops import count_flops
-from oelm.integrity import seal_folder
+from oelm.integrity import file_sha256, seal_folder
 from oelm.method.surgery import apply_oelm
 from oelm.method.verify import VerifyError
 from oelm.models.build import build_gpt
-from oelm.record import losses, mean_frozen, read_metrics, read_run
+from oelm.record import losses, mean_frozen, read_metrics, read_run, record_text
 from oelm.training import loop
 from oelm.training.audit import audit
 from oelm.training.checkpoint import load_checkpoint
@@ -177,6 +177,9 @@ def test_a_ledger_that_does_not_fit_the_weights_is_found(corpus, tmp_path):
         if line["kind"] == "freeze":
             line["fingerprints"] = {name: value[:-1] + "x" for name, value in line["fingerprints"].items()}
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = read_run(config.folder)
+    record["files"]["metrics.jsonl"] = file_sha256(metrics)  # by whoever can write seals too
+    (config.folder / "run.json").write_text(record_text(record))
     with pytest.raises(ValueError, match="bytes changed since"):
         audit(config.folder)
 
