@@ -55,6 +55,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only  # noqa: E402
 
 aten = torch.ops.aten
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+# Of these a GPU knows nothing: memory and its shape are the host's business.
+NO_KERNEL = (
+    aten.detach.default, aten._unsafe_view.default, aten.empty_like.default, aten.empty.memory_format,
+    aten.new_empty.default, aten.new_empty_strided.default, aten.empty_strided.default,
+)  # fmt: skip
+ADDED = (aten.addmm.default, aten.addmm.out, aten.baddbmm.default, aten.baddbmm.out)
 COPIES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
 # Not tagged as pointwise, but content with a number on the host.
@@ -206,8 +212,18 @@ def _account(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any], tensors: li
             gpu.note_wait(f"{func} with a mask")
         if any(not isinstance(i, OnGpu) for i in indices):
             gpu.note_wait(f"{func} with an index on the host")
-    if not func.is_view and func is not aten.detach.default:
-        gpu.launches[func.name().removeprefix("aten::")] += 1
+    if not func.is_view and func not in NO_KERNEL:
+        gpu.launches[func.name().removeprefix("aten::")] += _kernels(func, args, kwargs)
+
+
+def _kernels(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """What a GPU would launch: a sum with a product begins with a copy unless it is in place, and a list of tensors is
+    one launch only if each of them is a piece of memory without gaps."""
+    if func in ADDED and args[0].ndim > 1 and kwargs.get("out") is not args[0]:
+        return 2
+    if func.__name__.startswith("_foreach") and not all(t.is_contiguous() for t in args[0]):
+        return len(args[0])
+    return 1
 
 
 def _pinned(func: Any, tensor: Tensor) -> Any:

@@ -13,7 +13,6 @@ from oelm import OelmConfig, apply_oelm, verify
 from oelm.flops import count_flops
 from oelm.method.frames import orthogonality_error
 from oelm.method.leaves import Slice
-from oelm.method.pair import query_and_key
 from oelm.method.recovery import Recovered
 from oelm.models.gpt import GPT, GPTConfig
 
@@ -88,40 +87,6 @@ def test_gains_on_slices_bring_no_product_back():
     assert all(isinstance(m, Slice) for m in recovered(gains))
     assert count_flops(gains, 12) == count_flops(slices, 12)
     assert len(recovered(gains)) == 2  # of each layer the query: its gains and the key's would multiply into one vector
-
-
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_thin_queries_and_keys_are_computed_together_as_they_would_be_apart(precision):
-    """The joint pass of our GPT against the two layers called one by one: results and all gradients."""
-    model = build("oelm-gpt")
-    apply_oelm(model, CONFIGS["oelm-slices-lora"])
-    attention = model.blocks[0].attn
-    q, k = attention.q_proj, attention.k_proj
-    for part in (q.lora_a, q.lora_b, k.lora_a, k.lora_b):
-        nn.init.normal_(part, std=0.3)
-    x = torch.randn(2, 5, 32, requires_grad=True)
-    weights = torch.randn(2, 2, 5, 32)
-
-    def both(compute):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is torch.bfloat16):
-            made = compute()
-        assert {y.dtype for y in made} == {precision}
-        gradients = torch.autograd.grad(
-            sum((w * y).sum() for w, y in zip(weights, made, strict=True)),
-            (x, q.lora_a, q.lora_b, k.lora_a, k.lora_b),
-        )
-        return [*made, *gradients]
-
-    loose = {"atol": 0.15, "rtol": 0.05} if precision is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
-    together = both(lambda: query_and_key(q, k, x))
-    assert type(together[0].grad_fn).__name__ != "AddBackward0"
-    for one, other in zip(together, both(lambda: (q(x), k(x))), strict=True):
-        torch.testing.assert_close(one, other, **loose)
-    seen = []
-    handle = q.register_forward_hook(lambda *args: seen.append(args))
-    query_and_key(q, k, x)
-    assert seen  # whoever hooks into a layer is called
-    handle.remove()
 
 
 def test_a_rank_may_be_a_share_of_the_heads_size():

@@ -56,7 +56,10 @@ def test_the_layers_are_compiled_and_nothing_inside_them_twice():
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary", "relative"])
-@pytest.mark.parametrize("arm", ["baseline", "oelm", "oelm-slices-gains", "oelm-temperature", "oelm-lora", "oelm-oft"])
+@pytest.mark.parametrize("arm", [
+    "baseline", "oelm", "oelm-slices-gains", "oelm-slices-lora", "oelm-blocks", "oelm-temperature", "oelm-lora",
+    "oelm-oft",
+])  # fmt: skip
 def test_no_arm_breaks_the_graph_of_its_layers(monkeypatch, arm, positions):
     config = small(f"method={arm}", f"model.positions={positions}", "model.qk_norm=false", "system.compile=true")
     plain = some_losses(config.model_copy(update={"system": small().system}))

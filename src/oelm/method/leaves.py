@@ -107,8 +107,8 @@ class Slice(Leaf):
         return y.contiguous() if self.oelm_copies else y  # as a product is: some attention calls .view on it
 
     def _read(self, x: Tensor) -> Tensor:
-        if self.oelm_turn:
-            return _Turn.apply(x, self.oelm_turn)
+        if self.oelm_turn is not None:
+            return _Turn.apply(x, self.oelm_turn) if self.oelm_turn else x
         pieces = [x.narrow(-1, start, length) for start, length in self.oelm_runs]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 

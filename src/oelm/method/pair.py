@@ -1,13 +1,21 @@
-"""Queries and keys of one input without a dense product: slices of it, corrected by one thin product for both.
+"""Queries and keys of one input without a dense product, in as few passes over it as possible.
+
+Slices corrected by one thin product for both:
 
     q = x + h_q B_q',   k = roll(x) + h_k B_k',   [h_q h_k] = x [A_q; A_k]'
 
-`roll` turns the coordinates so that head h's key reads another slice than its query. Written out with its own backward
-pass, because autograd would pad every slice with zeros, add them up one by one, and copy x to add a product to it.
+or with one trained matrix for each head of the keys:
+
+    q = x,   k_head = roll(x)_head M_head'
+
+`roll` turns the coordinates so that head h's key reads another slice than its query. Both are written out with a
+backward pass of their own, because autograd would pad every slice with zeros, add them up one by one, and copy x to add
+a product to it. Small weights are joined and brought to half precision in one launch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,30 +24,42 @@ from torch import Tensor, nn
 from .leaves import Slice, rolled_halves, turn
 from .recovery import Recovered
 
+THIN, BLOCKS = {"weight", "lora_a", "lora_b"}, {"weight", "blocks"}
+
 
 def query_and_key(q_proj: nn.Module, k_proj: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the two layers make of x; in one go where both are slices with a low-rank correction and nothing else."""
-    if not (_is_thin(q_proj) and _is_thin(k_proj)):
+    """What the two layers make of x; in one go where they are slices with one of the corrections above."""
+    q_parts, k_parts = _parts(q_proj), _parts(k_proj)
+    thin = q_parts == k_parts == THIN
+    blocks = q_parts == {"weight"} and k_parts == BLOCKS and _turns_whole_heads(q_proj, k_proj)
+    if torch.compiler.is_compiling() or not (thin or blocks):  # a compiler joins the plain layers by itself
         return q_proj(x), k_proj(x)
-    ours: Any = (q_proj, k_proj)
-    parts = [p._parameters[name] for name in ("lora_a", "lora_b") for p in ours]
     if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, *parts = (tensor.to(dtype) for tensor in (x, *parts))
-    q, k = _Thin.apply(x.flatten(0, -2), *parts, ours[0].oelm_turn, ours[1].oelm_turn)
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    rows, ours, theirs = x.flatten(0, -2), q_proj._parameters, k_proj._parameters
+    turns: Any = (q_proj.oelm_turn, k_proj.oelm_turn)
+    if thin:
+        q, k = _Thin.apply(rows, ours["lora_a"], theirs["lora_a"], ours["lora_b"], theirs["lora_b"], *turns)
+    else:
+        q, k = _Blocks.apply(rows, theirs["blocks"], turns[1])
     return q.unflatten(0, x.shape[:-1]), k.unflatten(0, x.shape[:-1])
 
 
-def _is_thin(module: nn.Module) -> bool:
-    """A turned slice of the whole width with a low-rank correction, without hooks, and not freed by a schedule."""
-    if not (isinstance(module, Recovered) and isinstance(module, Slice)) or module.oelm_turn is None:
-        return False
-    if module.oelm_pending is not None:  # its own forward says what is missing
-        return False
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    plain = set(own) == {"weight", "lora_a", "lora_b"} and module.oelm_gain == 1.0
-    return plain and not own["weight"].requires_grad and not hooked
+def _parts(module: nn.Module) -> set[str]:
+    """The parameters of a slice of the whole width; none where its own forward has to run: another layer, one with
+    hooks or a gain, one that a schedule has freed, or whose corrections are missing."""
+    if not isinstance(module, Slice) or module.oelm_turn is None or module.oelm_gain != 1.0 or module.oelm_copies:
+        return set()
+    layer: Any = module
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    if hooked or (isinstance(layer, Recovered) and layer.oelm_pending is not None):
+        return set()
+    own = {name: p for name, p in layer._parameters.items() if p is not None}
+    return set() if own["weight"].requires_grad else set(own)
+
+
+def _turns_whole_heads(q_proj: Any, k_proj: Any) -> bool:
+    return q_proj.oelm_turn == 0 and k_proj.oelm_turn % k_proj._parameters["blocks"].shape[1] == 0
 
 
 class _Thin(torch.autograd.Function):
@@ -47,32 +67,77 @@ class _Thin(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, a_q: Tensor, a_k: Tensor, b_q: Tensor, b_k: Tensor, turn_q: int, turn_k: int
     ) -> tuple[Tensor, Tensor]:
-        a = torch.cat((a_q, a_k))  # (2R, C): small
-        h = x @ a.T  # (N, 2R)
-        h_q, h_k = h.split((len(a_q), len(a_k)), 1)
-        ctx.save_for_backward(x, a, b_q, b_k, h)
-        ctx.turns, ctx.rank = (turn_q, turn_k), len(a_q)
-        return _sliced(x, h_q, b_q, turn_q), _sliced(x, h_k, b_k, turn_k)
+        a, b = _pieces(x.new_empty(4 * a_q.numel()), a_q, b_q)
+        torch._foreach_copy_([*a, *b], (a_q, a_k, b_q, b_k))
+        h = x @ a.flatten(0, 1).T  # (N, 2R)
+        ctx.save_for_backward(x, a, b, h)
+        ctx.turns, ctx.dtype = (turn_q, turn_k), a_q.dtype
+        both = torch.cat([x[:, there] for turned in ctx.turns for there, _ in rolled_halves(x.shape[1], turned)], 1)
+        roles = _by_role(both)
+        torch.baddbmm(roles, _by_role(h), b.mT, out=roles)  # the slices are there; the product adds to them
+        q, k = both.chunk(2, 1)
+        return q, k
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, a, b_q, b_k, h = ctx.saved_tensors
+        x, a, b, h = ctx.saved_tensors
+        gradients = tuple(gradient.contiguous() for gradient in gradients)
+        dh, small = torch.empty_like(h), x.new_empty(a.numel() + b.numel())
+        da, db = _pieces(small, a[0], b[0])
+        dx = torch.empty_like(x)
+        for role, dy in enumerate(gradients):
+            torch.mm(dy, b[role], out=_by_role(dh)[role])
+            torch.mm(dy.T, _by_role(h)[role], out=db[role])
+        torch.mm(dh.T, x, out=da.flatten(0, 1))
+        _add_turned(gradients, ctx.turns, out=dx)
+        torch.addmm(dx, dh, a.flatten(0, 1), out=dx)
+        da, db = _pieces(small.to(ctx.dtype), a[0], b[0])
+        return dx, *da, *db, None, None
+
+
+def _pieces(flat: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """One flat tensor as A and B of both roles: what is joined is converted in one launch."""
+    first, second = flat.split(2 * a.numel())
+    return first.view(2, *a.shape), second.view(2, *b.shape)
+
+
+def _by_role(x: Tensor) -> Tensor:
+    return x.view(len(x), 2, -1).transpose(0, 1)  # (N, 2 x anything) -> (2, N, anything)
+
+
+def _add_turned(gradients: Sequence[Tensor], turns: Sequence[int], *, out: Tensor) -> None:
+    """Back to the coordinates of x, where both came from."""
+    dq, dk = turn(gradients[0], -turns[0]), gradients[1]
+    for there, here in rolled_halves(out.shape[1], turns[1]):
+        torch.add(dq[:, there], dk[:, here], out=out[:, there])
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Tensor, turned: int) -> tuple[Tensor, Tensor]:
+        ctx.turned, ctx.dtype = turned, blocks.dtype
+        m = blocks.to(x.dtype)  # (H, D, D)
+        ctx.save_for_backward(x, m)
+        k = torch.empty_like(x)
+        for there, here in _by_head(m, turned):
+            torch.bmm(_heads(x, m)[there], m[here].mT, out=_heads(k, m)[here])
+        return x.view_as(x), k
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, m = ctx.saved_tensors
         dq, dk = (gradient.contiguous() for gradient in gradients)
-        dh = torch.cat((dq @ b_q, dk @ b_k), 1)  # (N, 2R)
-        h_q, h_k = h.split((ctx.rank, h.shape[1] - ctx.rank), 1)
-        da = dh.T @ x
-        dx = torch.addmm(turn(dq, -ctx.turns[0]), dh, a)
-        for there, here in rolled_halves(dx.shape[1], ctx.turns[1]):
-            dx[:, there] += dk[:, here]
-        da_q, da_k = da.split((ctx.rank, len(da) - ctx.rank))
-        return dx, da_q, da_k, dq.T @ h_q, dk.T @ h_k, None, None
+        dx, dm = torch.empty_like(x), torch.empty_like(m)
+        for there, here in _by_head(m, ctx.turned):
+            torch.bmm(_heads(dk, m)[here], m[here], out=_heads(dx, m)[there])
+            torch.bmm(_heads(dk, m)[here].mT, _heads(x, m)[there], out=dm[here])
+        return dx.add_(dq), dm.to(ctx.dtype), None
 
 
-def _sliced(x: Tensor, h: Tensor, b: Tensor, turned: int) -> Tensor:
-    """turn(x) + h b', the slice added inside the product."""
-    if not turned:
-        return torch.addmm(x, h, b.T)
-    y = torch.empty_like(x)
-    for there, here in rolled_halves(x.shape[1], turned):
-        torch.addmm(x[:, there], h, b[here].T, out=y[:, here])
-    return y
+def _heads(x: Tensor, m: Tensor) -> Tensor:
+    return x.view(len(x), len(m), -1).transpose(0, 1)  # (N, C) -> (H, N, D)
+
+
+def _by_head(m: Tensor, turned: int) -> list[tuple[slice, slice]]:
+    """`rolled_halves`, counted in heads."""
+    return rolled_halves(len(m), turned // m.shape[1])
