@@ -42,6 +42,13 @@ def check_layer(model: nn.Module, p: Projection, config: OelmConfig) -> None:
             f"{'trained parts on its weight' if parts else 'splitting its rows'} would go round; "
             "use a plain linear layer, or leave it out with exclude_modules"
         )
+    weight = owner._parameters[attribute]
+    others = [n for n, q in model.named_parameters(remove_duplicate=False) if q is weight and n != p.name]
+    if parts and others:
+        raise ValueError(
+            f"model: {p.name} and {others[0]} are one parameter, which trained parts would pull apart; "
+            "choose an arm without them"
+        )
     child = re.escape(p.module.removeprefix(f"{p.attention}."))
     if parts and re.search(rf"\b{child}\.weight\b", _source(model.get_submodule(p.attention))):
         raise ValueError(
