@@ -1,6 +1,7 @@
 """What surgery does to one model class: it works, with a proof of how much, or it is refused in one line."""
 
 import copy
+import re
 from dataclasses import dataclass
 
 import tiny_models
@@ -15,7 +16,8 @@ from oelm.method.trace import trace_scores
 # Layers whose rows make scores too and stay trained, as docs/method.md says: compression and rotary parts of latent
 # attention, projections of positions alone, and keys that are values as well.
 LEFT = {"q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj", "pos_query_proj", "pos_key_proj", "relative_k_proj",
-        "linear_pos", "pos_proj", "pos_q_proj"}  # fmt: skip
+        "linear_pos", "pos_proj", "pos_q_proj", "q_pos_proj", "k_pos_proj", "q_pos_sine_proj", "query_pos_proj",
+        "key_pos_proj", "query_pos_sine_proj"}  # fmt: skip
 VALUES_TOO = {"DeepseekV4Attention": {"kv_proj", "gate_proj"}}
 
 
@@ -83,7 +85,7 @@ def _left(model, name):
     parts = name.split(".")
     around = {type(model.get_submodule(".".join(parts[:i]))).__name__ for i in range(1, len(parts))}
     values_too = set().union(*(VALUES_TOO.get(cls, ()) for cls in around))
-    return parts[-1] in LEFT | values_too
+    return re.sub("^(self|cross)_attn_", "", parts[-1]) in LEFT | values_too
 
 
 def _assert_no_scores(model, run):

@@ -138,6 +138,16 @@ def _two_ways(module: Any, shape: Shape) -> tuple[int, int, Rows]:
     return module.num_heads, module.head_dim, parts
 
 
+def _content(module: Any, shape: Shape) -> tuple[int, int, Rows]:
+    """Conditional and DAB-DETR: content and position have projections of their own; the positions' stay trained."""
+    names = [name for name, _ in module.named_children() if name.endswith("_content_proj")]
+    roles = {name: re.sub(r"(self|cross)_attn_", "", name)[0] for name in names}
+    rows = rows_of(getattr(module, names[0]))
+    inner = getattr(module, "self_attn", None) or getattr(module, "cross_attn", None)
+    heads = rows // module.head_dim if inner is None else inner.attention_heads
+    return heads, rows // heads, {name: (1, (Part(role, rows),)) for name, role in roles.items()}
+
+
 def _assigning(module: Any, shape: Shape) -> tuple[int, int, Rows]:
     """GroupViT: its softmax runs over what `q_proj` makes, so those are the keys that each patch chooses among."""
     rows = rows_of(module.q_proj)
@@ -226,6 +236,8 @@ TRANSFORMERS: Mapping[str, Family] = {
     "Aimv2AttentionPoolingHead": _key_alone,
     **_named("GroundingDinoBiMultiHeadAttention MMGroundingDinoBiMultiHeadAttention", _two_ways),
     "GroupViTAssignAttention": _assigning,
+    **_named("ConditionalDetrDecoderSelfAttention ConditionalDetrDecoderCrossAttention", _content),
+    **_named("DabDetrDecoderLayerSelfAttention DabDetrDecoderLayerCrossAttention", _content),
     **_named("LevitAttention LevitAttentionSubsample", _normed),
 }
 
