@@ -33,10 +33,10 @@ def judge(cls_name, config_name):
         model = tiny_models.build(cls_name, config_name)
     except Exception as error:  # whatever an architecture's own code raises on a tiny configuration
         return Verdict("not built", _line(error))
-    return judge_model(model, lambda: tiny_models.build(cls_name, config_name))
+    return judge_model(model)
 
 
-def judge_model(model, again, run=None):
+def judge_model(model, run=None):
     """`run` makes a forward pass; without it, passes are looked for."""
     try:
         found = find_projections(model)
@@ -70,7 +70,7 @@ def judge_model(model, again, run=None):
     missed = [(m, role) for m, roles in trace.items() for role in roles if (m, role) not in taken]
     missed = [f"{m}[{role}]" for m, role in missed if not _left(model, m)]
     assert not missed, f"makes scores and would stay trained: {missed[:3]}"
-    _assert_trains_as_the_whole(model, again(), run)
+    _assert_trains_as_the_whole(model, copy.deepcopy(model), run)
     kind = "proved" if len(proved) == len(found) else "found"
     odd = [p.module for p in found if p not in proved]
     return Verdict(kind, f"{len(proved)} of {len(found)} projections" + (f", not {odd[0]}: {reason}" if odd else ""))
