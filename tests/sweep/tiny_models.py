@@ -50,7 +50,8 @@ LISTS = {"num_heads": 4, "depths": 1, "num_attention_heads": 4, "hidden_sizes": 
 OPEN = {
     "head_dim": 8, "num_key_value_heads": 4, "vocab_size": 128, "num_experts": 4, "n_routed_experts": 4,
     "n_shared_experts": 1, "num_experts_per_tok": 2, "top_k_experts": 2, "moe_intermediate_size": 16, "n_group": 1,
-    "topk_group": 1, "decoder_hidden_size": 32, "prediction_length": 4, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    "topk_group": 1, "decoder_hidden_size": 32, "prediction_length": 4, "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
     "sliding_window": 8, "shared_expert_intermediate_size": 16, "layer_types": "full_attention",
     "context_length": 8, "decoder_depth": 1, "decoder_num_heads": 4, "downsample_rate": "1/2", "dropout_rate": 0.0,
     "upsample_out_channels": [32, 32], "upsample_kernel_sizes": [4, 4], "conv_out_channels": [32],
@@ -58,6 +59,7 @@ OPEN = {
     "mlp_layer_types": "dense", "rope_theta": 10000.0, "pad_token_id": 0, "deepstack_layer_map": [(0, 0)],
     "vocabulary_map": {"<image>": 5, "<|extra_200|>": 6, "IMGIMGA": 7, "<|image token|>": 8},
 }  # fmt: skip
+ABSENT = {"num_key_value_heads", "shared_expert_intermediate_size", "rope_theta", "pad_token_id", "dropout_rate"}
 # And what only its own author can know.
 SPECIAL = {
     "BitConfig": {"num_groups": 4, "hidden_sizes": [32, 32, 32, 32], "embedding_size": 32},
@@ -104,7 +106,7 @@ def shrink(config, depth=0):
     """Makes a configuration small, its inner ones too."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and depth < 4:
-            if getattr(value, "model_type", "") == "timm_backbone" and "OmDet" not in type(config).__name__:  # its weights would come from the hub
+            if getattr(value, "model_type", "") == "timm_backbone":  # its weights would come from the hub
                 value = transformers.ResNetConfig(depths=[1, 1, 1, 1], out_indices=list(value.out_indices or [4]))
                 setattr(config, name, value)
             shrink(value, depth + 1)
@@ -150,8 +152,7 @@ def fill(config, depth=0):
         if hasattr(value, "to_dict") and depth < 4:
             fill(value, depth + 1)
     for name, value in OPEN.items():
-        missing = ("num_key_value_heads", "shared_expert_intermediate_size", "rope_theta", "pad_token_id", "dropout_rate")
-        if _given(config, name, None if name in missing else 0) is None:
+        if _given(config, name, None if name in ABSENT else 0) is None:
             layers = getattr(config, "num_hidden_layers", 2)
             setattr(config, name, [value] * layers if name.endswith("layer_types") else value)
     if _given(config, "num_kv_shared_layers"):

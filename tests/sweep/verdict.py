@@ -47,7 +47,7 @@ def judge_model(model, run=None):
         if nothing:
             _assert_no_scores(model, run)
         return Verdict("no attention" if nothing else "refused", refusal)
-    reason = ""
+    plain, reason = copy.deepcopy(model), ""  # before any pass: some attention caches what it has computed
     if run is None:
         run, reason = find_passes(model, list(dict.fromkeys(p.module for p in found)))
         if not run.taken:
@@ -64,13 +64,13 @@ def judge_model(model, run=None):
         if any(trace.get(p.module) for p in here):
             check_against(model, [p for p in here if p.module in trace], trace)
             proved += [p for p in here if p.module in trace]
-        elif _by_perturbation(copy.deepcopy(model), here, run):
+        elif _by_perturbation(copy.deepcopy(plain), here, run):
             proved += here
     taken = {(p.module, p.role) for p in found}
     missed = [(m, role) for m, roles in trace.items() for role in roles if (m, role) not in taken]
     missed = [f"{m}[{role}]" for m, role in missed if not _left(model, m)]
     assert not missed, f"makes scores and would stay trained: {missed[:3]}"
-    _assert_trains_as_the_whole(model, copy.deepcopy(model), run)
+    _assert_trains_as_the_whole(model, plain, run)
     kind = "proved" if len(proved) == len(found) else "found"
     odd = [p.module for p in found if p not in proved]
     return Verdict(kind, f"{len(proved)} of {len(found)} projections" + (f", not {odd[0]}: {reason}" if odd else ""))
