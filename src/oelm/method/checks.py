@@ -64,13 +64,24 @@ def _source(module: nn.Module) -> str:
         return ""
 
 
+def is_packed(parameter: Tensor) -> bool:
+    """Whether a library has put a tensor of its own in a weight's place, such as torchao's Int8Tensor."""
+    return type(parameter.data) is not Tensor and not hasattr(parameter, "full_tensor")  # FSDP's are gathered
+
+
 def check_tensor(model: nn.Module, projection: Projection, gain: float) -> None:
+    for name, parameter in projection.parameters(model):
+        if is_packed(parameter):
+            raise ValueError(
+                f"model: {name} holds quantised weights ({type(parameter.data).__name__}); apply OELM to the "
+                "full-precision model"
+            )
     weight = projection.weight(model)
     if weight.is_meta:
         raise ValueError(f"model: {projection.name} is on the meta device; load its weights first")
     if gain > torch.finfo(weight.dtype).max / 1e3 if weight.is_floating_point() else False:
         raise ValueError(f"gain: {gain:g} is too large for {weight.dtype}")
-    if not weight.is_floating_point() or weight.element_size() < 2 or type(weight.data) is not Tensor:
+    if not weight.is_floating_point() or weight.element_size() < 2:
         raise ValueError(
             f"model: {projection.name} holds quantised weights ({weight.dtype}); apply OELM to the full-precision model"
         )
