@@ -125,7 +125,10 @@ OPTIONAL = {"pixel_values", "pixel_mask", "attention_mask", "input_features", "i
 
 def _field(config, *names):
     for name in names:
-        value = getattr(config, name, None) if config is not None else None
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # some configurations refuse to be asked for what differs between layers
+            continue
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
@@ -166,7 +169,7 @@ def _makers(module, model, config, text, inside):
     patch = _deep(config, "patch_size") or 8
     temporal = _deep(config, "temporal_patch_size") or 1
     mel = _deep(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "mel_bins",
-                "feature_projection_input_dim", "input_dim", "num_mel_features") or 80  # fmt: skip
+                "feature_projection_input_dim", "num_mel_features", "input_feat_size", "input_dim") or 80  # fmt: skip
     length = 2 * (_deep(config, "max_source_positions") or 64)
     head = _deep(config, "head_dim") or hidden // (_deep(config, "num_attention_heads", "num_heads") or 4)
     ones = [lambda: torch.ones(shape, dtype=torch.long)]
@@ -175,12 +178,14 @@ def _makers(module, model, config, text, inside):
     states = [normal(ROWS, TOKENS, width), normal(ROWS, 16, width), normal(16, width), normal(ROWS, 4, 4, width)]
     pictures = [
         normal(ROWS, channels, size, size), normal(ROWS, frames, channels, size, size),
-        normal(ROWS, 2, channels, size, size), normal(ROWS, channels, 64, 64), normal(ROWS, channels, 224, 224),
+        normal(ROWS, 2, channels, size, size), normal(ROWS, 2, channels, 64, 64),
+        normal(ROWS, channels, 64, 64), normal(ROWS, channels, 224, 224),
         normal(ROWS, channels, 2 * size, size), *flat, normal(ROWS, 16, channels * patch * patch),
     ]  # fmt: skip
     features = [normal(ROWS, mel, length), normal(ROWS, length, mel), normal(ROWS, mel, 3000),
                 normal(ROWS, length, 80), normal(ROWS, 80, length), normal(ROWS, 128, length),
-                normal(ROWS, length, 160)]  # fmt: skip
+                *[normal(ROWS, length, n) for n in (160, 320, 560)],
+                normal(ROWS, 1, length, mel)]  # fmt: skip
     turned = (torch.ones(ROWS, TOKENS, head), torch.zeros(ROWS, TOKENS, head))
     flat_turned = (torch.ones(16, head), torch.zeros(16, head))
     wave = [normal(ROWS, 4000), normal(ROWS, 1, 4000), normal(ROWS, 16000), normal(ROWS, mel, length),

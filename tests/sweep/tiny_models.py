@@ -84,6 +84,10 @@ SPECIAL = {
                     "attention_head_dim": 16},
     "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3],
                      "attention_hidden_size": 64, "attention_head_dim": 16, "num_mem_blocks": 1},
+    "DbrxAttentionConfig": {"clip_qkv": 8.0, "kv_n_heads": 2},
+    "BrosConfig": {"dim_bbox_projection": 8, "dim_bbox_sinusoid_emb_2d": 8, "dim_bbox_sinusoid_emb_1d": 1},
+    "DonutSwinConfig": {"window_size": 4}, "EsmcConfig": {"num_key_value_heads": 4},
+    "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
 }  # fmt: skip
 VOCAB = 128

@@ -9,6 +9,7 @@ import torch
 from batches import find_passes, tensors
 
 from oelm import apply_oelm, verify
+from oelm.method.families import other_kind
 from oelm.method.projections import find_projections
 from oelm.method.prove import check_against
 from oelm.method.trace import trace_scores
@@ -83,8 +84,10 @@ def _line(error):
 def _left(model, name):
     """Whether a layer that makes scores is one of those that are left trained knowingly."""
     parts = name.split(".")
-    around = {type(model.get_submodule(".".join(parts[:i]))).__name__ for i in range(1, len(parts))}
-    values_too = set().union(*(VALUES_TOO.get(cls, ()) for cls in around))
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(1, len(parts))]
+    if any(other_kind(module) for module in around):
+        return True
+    values_too = set().union(*(VALUES_TOO.get(type(module).__name__, ()) for module in around))
     return re.sub("^(self|cross)_attn_", "", parts[-1]) in LEFT | values_too
 
 
