@@ -71,7 +71,7 @@ def judge_model(model, run=None):
     missed = [(m, role) for m, roles in trace.items() for role in roles if (m, role) not in taken]
     missed = [f"{m}[{role}]" for m, role in missed if not _left(model, m)]
     assert not missed, f"makes scores and would stay trained: {missed[:3]}"
-    _assert_trains_as_the_whole(model, plain, run)
+    _assert_trains_as_the_whole(copy.deepcopy(plain), plain, run)
     kind = "proved" if len(proved) == len(found) else "found"
     odd = [p.module for p in found if p not in proved]
     return Verdict(kind, f"{len(proved)} of {len(found)} projections" + (f", not {odd[0]}: {reason}" if odd else ""))
