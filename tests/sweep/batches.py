@@ -170,19 +170,21 @@ def _makers(module, model, config, text, inside):
     temporal = _deep(config, "temporal_patch_size") or 1
     mel = _deep(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "mel_bins",
                 "feature_projection_input_dim", "num_mel_features", "input_feat_size", "input_dim") or 80  # fmt: skip
+    read = next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), mel)  # by the first layer
     length = 2 * (_deep(config, "max_source_positions") or 64)
     head = _deep(config, "head_dim") or hidden // (_deep(config, "num_attention_heads", "num_heads") or 4)
     ones = [lambda: torch.ones(shape, dtype=torch.long)]
     grid = torch.tensor([[1, 4, 4]])
     flat = [normal(16, channels * t * patch * patch) for t in dict.fromkeys((temporal, 1, 2))]
-    states = [normal(ROWS, TOKENS, width), normal(ROWS, 16, width), normal(16, width), normal(ROWS, 4, 4, width)]
+    states = [normal(ROWS, TOKENS, width), normal(ROWS, TOKENS, read), normal(ROWS, 16, width), normal(16, width), normal(ROWS, 4, 4, width)]
     pictures = [
         normal(ROWS, channels, size, size), normal(ROWS, frames, channels, size, size),
         normal(ROWS, 2, channels, size, size), normal(ROWS, 2, channels, 64, 64),
         normal(ROWS, channels, 64, 64), normal(ROWS, channels, 224, 224),
-        normal(ROWS, channels, 2 * size, size), *flat, normal(ROWS, 16, channels * patch * patch),
+        normal(ROWS, channels, 2 * size, size), normal(ROWS, 2, 1, 64, 64), *flat, normal(ROWS, 16, channels * patch * patch),
     ]  # fmt: skip
-    features = [normal(ROWS, mel, length), normal(ROWS, length, mel), normal(ROWS, mel, 3000),
+    features = [normal(ROWS, mel, length), normal(ROWS, length, mel), normal(ROWS, length, read),
+                normal(ROWS, mel, 3000),
                 normal(ROWS, length, 80), normal(ROWS, 80, length), normal(ROWS, 128, length),
                 *[normal(ROWS, length, n) for n in (160, 320, 560)],
                 normal(ROWS, 1, length, mel)]  # fmt: skip

@@ -78,7 +78,7 @@ def judge_model(model, run=None):
 
 
 def _line(error):
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:120]
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0][:120]
 
 
 def _left(model, name):
