@@ -176,12 +176,14 @@ def _makers(module, model, config, text, inside):
     ones = [lambda: torch.ones(shape, dtype=torch.long)]
     grid = torch.tensor([[1, 4, 4]])
     flat = [normal(16, channels * t * patch * patch) for t in dict.fromkeys((temporal, 1, 2))]
-    states = [normal(ROWS, TOKENS, width), normal(ROWS, TOKENS, read), normal(ROWS, 16, width), normal(16, width), normal(ROWS, 4, 4, width)]
+    states = [normal(ROWS, TOKENS, width), normal(ROWS, TOKENS, read), normal(ROWS, 16, width),
+              normal(16, width), normal(ROWS, 4, 4, width)]  # fmt: skip
     pictures = [
         normal(ROWS, channels, size, size), normal(ROWS, frames, channels, size, size),
         normal(ROWS, 2, channels, size, size), normal(ROWS, 2, channels, 64, 64),
         normal(ROWS, channels, 64, 64), normal(ROWS, channels, 224, 224),
-        normal(ROWS, channels, 2 * size, size), normal(ROWS, 2, 1, 64, 64), *flat, normal(ROWS, 16, channels * patch * patch),
+        normal(ROWS, channels, 2 * size, size), normal(ROWS, 2, 1, 64, 64), *flat,
+        normal(ROWS, 16, channels * patch * patch),
     ]  # fmt: skip
     features = [normal(ROWS, mel, length), normal(ROWS, length, mel), normal(ROWS, length, read),
                 normal(ROWS, mel, 3000),
