@@ -4,6 +4,7 @@ The whole model is tried first. What it does not reach (a vision tower without p
 an encoder) is reached by running the largest part of the model around it that runs by itself.
 """
 
+import contextlib
 import inspect
 import itertools
 
@@ -30,7 +31,8 @@ class Passes:
 
 
 def find_passes(model, wanted):
-    """Passes that together call as many of the `wanted` modules as can be; and why the whole model did not run."""
+    """Passes that together call as many of the wanted modules as can be, each from its attention module or further out
+    (`wanted`: module -> attention module); and why the first try failed."""
     passes, reason, left = Passes(), "", TRIES
     hooks = [model.get_submodule(name).register_forward_hook(_Note(passes.reached, name)) for name in wanted]
     try:
@@ -66,7 +68,8 @@ class _Note:
 
 def _places(model, wanted):
     """The whole model, then whole models inside it, then any module around what is wanted; the outermost first."""
-    above = {name[:i] for name in wanted for i in range(len(name)) if name[i] == "."}
+    around = [f"{site}." for site in dict.fromkeys(wanted.values())]
+    above = {name[:i] for name in around for i in range(len(name)) if name[i] == "."}
     inner = [path for path, module in model.named_modules() if path in above]
     whole = [p for p in inner if hasattr(model.get_submodule(p), "config") and _main_input(model.get_submodule(p))]
     return ["", *whole, *[p for p in inner if p not in whole and not isinstance(_at(model, p), nn.ModuleList)]]
@@ -87,10 +90,10 @@ def _copied(arguments):
 def attempts(module, model, inside):
     """Sets of arguments that the module's signature may mean, the likeliest first."""
     config = getattr(module, "config", None) or getattr(model, "config", None)
+    text = config
     if callable(getattr(config, "get_text_config", None)) and not _field(config, "vocab_size"):
-        text = config.get_text_config()
-    else:
-        text = config
+        with contextlib.suppress(ValueError):  # it may have several
+            text = config.get_text_config()
     names = inspect.signature(module.forward).parameters
     makers = _makers(module, model, config, text, inside)
     known = {name: makers[name] for name in names if makers.get(name)}
@@ -160,6 +163,8 @@ def _makers(module, model, config, text, inside):
             found[..., -1] = end
         return found
 
+    books = _deep(config, "num_codebooks") or 1
+    coded = [lambda n=n: torch.randint(4, 20, (ROWS, TOKENS, books + n), generator=generator) for n in (0, 1)]
     width = _width(module, model, inside)
     hidden = _field(text, "hidden_size", "d_model", "n_embd", "dim") or _deep(config, "hidden_size", "d_model") or 32
     size = getattr(config, "image_size", None) or _deep(config, "image_size") or 32
@@ -198,7 +203,8 @@ def _makers(module, model, config, text, inside):
     series = (_field(config, "context_length") or 8) + max(getattr(config, "lags_sequence", None) or [0])
     values = [normal(ROWS, series), normal(ROWS, series, _field(config, "num_input_channels") or 1)]
     return {
-        "input_ids": [ids], "decoder_input_ids": [ids], "qformer_input_ids": [ids], "task_inputs": [ids],
+        "input_ids": [ids, *coded, lambda: torch.randint(4, 20, (ROWS * books, TOKENS), generator=generator)],
+        "decoder_input_ids": [ids], "qformer_input_ids": [ids], "task_inputs": [ids],
         "attention_mask": [lambda: None, *ones], "decoder_attention_mask": [lambda: None],
         "global_attention_mask": [lambda: torch.eye(1, TOKENS, dtype=torch.long).expand(ROWS, -1).clone()],
         "token_type_ids": [lambda: torch.zeros(shape, dtype=torch.long)],

@@ -85,6 +85,9 @@ SPECIAL = {
     "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3],
                      "attention_hidden_size": 64, "attention_head_dim": 16, "num_mem_blocks": 1,
                      "n_mamba_heads": 8, "mamba_headdim": 8},
+    "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4},
+    "Llama4VisionConfig": {"intermediate_size": 128, "projector_input_dim": 64, "projector_output_dim": 64,
+                           "vision_output_dim": 64},
     "DbrxAttentionConfig": {"clip_qkv": 8.0, "kv_n_heads": 2},
     "BrosConfig": {"dim_bbox_projection": 8, "dim_bbox_sinusoid_emb_2d": 8, "dim_bbox_sinusoid_emb_1d": 1},
     "DonutSwinConfig": {"window_size": 4}, "EsmcConfig": {"num_key_value_heads": 4},
@@ -109,6 +112,7 @@ def registered():
 
 def shrink(config, depth=0):
     """Makes a configuration small, its inner ones too."""
+    heads = [vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads")]
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and depth < 4:
             if getattr(value, "model_type", "") == "timm_backbone":  # its weights would come from the hub
@@ -132,6 +136,8 @@ def shrink(config, depth=0):
             kinds = list(dict.fromkeys(value))  # at least one of each kind
             config.num_hidden_layers = max(layers, len(kinds))
             config.layer_types = (kinds * config.num_hidden_layers)[: config.num_hidden_layers]
+    if heads[0] and heads[0] == heads[1]:  # no key for several queries
+        config.num_key_value_heads = config.num_attention_heads
     if getattr(config, "qk_rope_head_dim", None):  # latent attention turns exactly this part
         config.qk_rope_head_dim = 8
         config.num_key_value_heads = config.num_attention_heads

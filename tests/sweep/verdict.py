@@ -50,7 +50,7 @@ def judge_model(model, run=None):
         return Verdict("no attention" if nothing else "refused", refusal)
     plain, reason = copy.deepcopy(model), ""  # before any pass: some attention caches what it has computed
     if run is None:
-        run, reason = find_passes(model, list(dict.fromkeys(p.module for p in found)))
+        run, reason = find_passes(model, {p.module: p.attention for p in found})
         if not run.taken:
             return Verdict("found", f"no batch: {reason}")
     try:
@@ -93,7 +93,8 @@ def _left(model, name):
 
 def _assert_no_scores(model, run):
     try:
-        run = run or find_passes(model, [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)])[0]
+        linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        run = run or find_passes(model, {name: name.rpartition(".")[0] for name in linears})[0]
         trace = trace_scores(model, run)
     except Exception:  # no batch for it
         return
