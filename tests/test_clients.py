@@ -45,15 +45,16 @@ def test_trl_sft_trainer(tmp_path):
     verify(oelm.load(tmp_path / "out" / "checkpoint-3"))
 
 
-@pytest.mark.parametrize("kind", ["lora", "oft"])
+@pytest.mark.parametrize("kind", ["lora", "oft", "dora"])
 @pytest.mark.parametrize("order", ["surgery first", "adapter first"])
 def test_peft_trains_on_top_merges_and_removes(kind, order):
     from peft import LoraConfig, OFTConfig, get_peft_model
 
     targets = ["q_proj", "v_proj"]
-    config = (
-        LoraConfig(target_modules=targets) if kind == "lora" else OFTConfig(target_modules=targets, oft_block_size=8)
-    )
+    if kind == "oft":
+        config = OFTConfig(target_modules=targets, oft_block_size=8)
+    else:
+        config = LoraConfig(target_modules=targets, use_dora=kind == "dora")
     model = build("llama")
     if order == "surgery first":
         report = apply_oelm(model)
@@ -61,13 +62,94 @@ def test_peft_trains_on_top_merges_and_removes(kind, order):
     else:
         adapted = get_peft_model(model, config)
         report = apply_oelm(adapted)
-    before = {n: p.detach().clone() for n, p in adapted.named_parameters() if kind in n}
+    before = {n: p.detach().clone() for n, p in adapted.named_parameters() if "lora" in n or "oft" in n}
     verify(adapted, report, optimizer=train_some("llama", adapted, 3))
     assert any(not torch.equal(p, before[n]) for n, p in adapted.named_parameters() if n in before)
     expected = outputs("llama", adapted)
     oelm.remove(adapted)
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(outputs("llama", merged), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "arm"), [("gpt2", "oelm"), ("gpt2", "oelm-slices"), ("llama", "oelm-slices"),
+                                           ("llama", "oelm-lora")])  # fmt: skip
+def test_dora_on_split_sliced_and_corrected_weights(name, arm):
+    from peft import LoraConfig, get_peft_model
+
+    model = build(name)
+    report = apply_oelm(model, arm)
+    targets = ["c_attn"] if name == "gpt2" else ["q_proj", "v_proj"]
+    adapted = get_peft_model(model, LoraConfig(target_modules=targets, r=4, use_dora=True))
+    verify(adapted, report, optimizer=train_some(name, adapted, 3))
+    expected = outputs(name, adapted)
+    oelm.remove(adapted)
+    torch.testing.assert_close(outputs(name, adapted.merge_and_unload()), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_pissa_goes_before_surgery_and_is_found_out_after_it():
+    """It takes the principal part out of the weight it adapts, which is then no longer what was frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights="pissa")
+    model = build("llama")
+    report = apply_oelm(model)
+    get_peft_model(model, config)
+    with pytest.raises(VerifyError, match=r"q_proj.weight: (orthogonality error|bytes changed)"):
+        verify(model, report)
+    model = build("llama")
+    apply_oelm(model, "oelm-slices")
+    with pytest.raises(RuntimeError, match=r"split or sliced by OELM and cannot be written in place .*oelm.remove"):
+        get_peft_model(model, config)
+    adapted = get_peft_model(build("llama"), config)
+    with pytest.raises(ValueError, match="correction: .*q_proj has an adapter around it; choose this arm first"):
+        apply_oelm(adapted, "oelm-lora")
+    report = apply_oelm(adapted, "oelm-keep")
+    verify(adapted, report, optimizer=train_some("llama", adapted, 3))
+    expected = outputs("llama", adapted)
+    oelm.remove(adapted)
+    torch.testing.assert_close(outputs("llama", adapted.merge_and_unload()), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_quantised_weights_take_no_frame_and_lose_their_proof():
+    class Int8Tensor(torch.Tensor):  # as torchao's: a tensor that cannot be viewed
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if "view" in func.__name__ or "flatten" in func.__name__:
+                raise NotImplementedError(f"Int8Tensor dispatch: {func}")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def quantise(model):
+        layer = model.model.layers[0].self_attn.q_proj
+        layer._parameters["weight"] = nn.Parameter(layer.weight.detach().as_subclass(Int8Tensor), requires_grad=False)
+
+    model = build("llama")
+    quantise(model)
+    with pytest.raises(
+        ValueError, match=r"q_proj.weight holds quantised weights \(Int8Tensor\); apply OELM to the full"
+    ):
+        apply_oelm(model)
+    model = build("llama")
+    apply_oelm(model)
+    quantise(model)
+    with pytest.raises(VerifyError, match=r"q_proj.weight: is quantised now \(Int8Tensor\), so the bytes"):
+        verify(model)
+
+
+@pytest.mark.parametrize(("name", "arm"), [("llama", "oelm"), ("llama", "oelm-slices"), ("gpt-neox", "oelm")])
+def test_torchao_quantises_what_surgery_has_left(name, arm):
+    ao = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    model = build(name)
+    apply_oelm(model, arm)
+    expected = outputs(name, model)
+    if arm != "oelm" or name == "gpt-neox":
+        with pytest.raises(RuntimeError, match=r"cannot be replaced \(quantised, for example\); oelm.remove\(model\)"):
+            ao.quantize_(copy.deepcopy(model), ao.Int8WeightOnlyConfig())
+    oelm.remove(model)
+    ao.quantize_(model, ao.Int8WeightOnlyConfig())
+    assert any("Int8" in type(p.data).__name__ for p in model.parameters())
+    torch.testing.assert_close(outputs(name, model), expected, atol=2e-2, rtol=2e-2)
+    with pytest.raises(ValueError, match="holds quantised weights"):
+        apply_oelm(model, arm)
 
 
 def test_sentence_transformers(tmp_path):

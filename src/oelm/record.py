@@ -7,7 +7,7 @@ metrics.jsonl      one object a line: train (losses and seconds of some steps), 
 training.log       the same for people
 timing_stats.json  derived from metrics.jsonl when the run pauses or ends
 predictions.json   of a classifier: every example's label and answer, split by split, by the best model
-best/              the best model so far as a Hugging Face folder
+best/              the best model so far as a Hugging Face folder, and what was merged into its weights
 last/, previous/   the two newest checkpoints; a finished run keeps what its system.keep says
 """
 

@@ -196,6 +196,26 @@ def test_never_a_silent_partial_match(make, targets, message):
         find_projections(make(), targets)
 
 
+def test_the_size_of_a_head_tells_their_number():
+    built = model(["q_proj", "k_proj"], heads=None)
+    for layer in built.layers:
+        layer.head_dim = 8
+    assert {(p.heads, p.head_dim) for p in find_projections(built)} == {(4, 8)}
+
+
+def test_a_table_of_biases_is_no_attention():
+    """Phi-4-MM's audio encoder has one, in a class that is named attention."""
+
+    class RelativeAttentionBias(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.values = nn.Embedding(8, 4)
+
+    built = build("bert")
+    built.extra = RelativeAttentionBias()
+    assert len(find_projections(built)) == BATTERY["bert"].projections
+
+
 def test_modules_that_are_not_attention_may_have_such_names():
     class Mixer(nn.Module):
         def __init__(self):

@@ -155,3 +155,21 @@ def test_grouped_keys_and_fused_attention_of_torch():
 
     q, k = (row.projection for row in apply_oelm(Grouped(), example=X).projections)
     assert (q.name, q.heads, k.name, k.heads, k.group, k.rows) == ("a.weight", 4, "b.weight", 2, 2, 16)
+
+
+class Convolved(nn.Module):
+    """Queries and keys by convolutions over what a linear layer has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.ask, self.offer = nn.Linear(D, D), nn.Conv1d(D, D, 1), nn.Conv1d(D, D, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        q, k = (c(x.mT).mT for c in (self.ask, self.offer))
+        return (q @ k.mT).softmax(-1) @ x
+
+
+def test_a_convolution_that_makes_queries_is_not_taken_for_the_layer_before_it():
+    with pytest.raises(ValueError, match="ask makes q but is a Conv1d, no linear layer"):
+        apply_oelm(nn.Sequential(Convolved()), example=X)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification
 
+import oelm
 from oelm import OelmConfig, apply_oelm, verify
 from oelm.method.arms import ARMS
 from oelm.method.schedule import follow_schedule
@@ -528,3 +529,73 @@ def test_torch_save_of_the_state_dict_round_trips():
     plain = build("gpt-neox")
     plain.load_state_dict(torch.load(buffer, weights_only=True))
     assert torch.allclose(BATTERY["gpt-neox"].outputs(plain), BATTERY["gpt-neox"].outputs(model), atol=1e-6)
+
+
+def test_a_bias_kept_apart_from_its_weight_is_frozen_with_it():
+    from transformers import DebertaConfig, DebertaModel
+
+    sizes = {
+        "hidden_size": D,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": D,
+        "vocab_size": 50,
+    }
+    fresh, model = (DebertaModel(DebertaConfig(**sizes)) for _ in range(2))
+    attention = model.encoder.layer[0].attention.self
+    with torch.no_grad():
+        attention.q_bias.fill_(0.5)
+        attention.v_bias.fill_(0.5)
+    report = apply_oelm(model)
+    assert not attention.q_bias.requires_grad
+    assert not attention.q_bias.any()
+    assert attention.v_bias.requires_grad
+    assert attention.v_bias.all()
+    assert "encoder.layer.0.attention.self.q_bias" in report.fingerprints
+    fresh.load_state_dict(model.state_dict())
+    oelm.reapply(fresh, report.to_note())
+    assert not fresh.encoder.layer[0].attention.self.q_bias.requires_grad
+    with torch.no_grad():
+        attention.q_bias[0] = 1.0
+    with pytest.raises(ValueError, match=r"self.q_bias: bytes changed"):
+        verify(model)
+    oelm.remove(model)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_one_weight_in_two_layers_has_one_frame_and_no_corrections():
+    def tied():
+        model = build("llama")
+        for role in ("q_proj", "k_proj"):
+            getattr(model.model.layers[1].self_attn, role).weight = getattr(
+                model.model.layers[0].self_attn, role
+            ).weight
+        return model
+
+    model = tied()
+    report = apply_oelm(model)
+    assert [r.projection.module for r in report.projections] == [
+        "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+    ]  # fmt: skip
+    train(model, BATTERY["llama"].loss)
+    verify(model)
+    first, second = (layer.self_attn.q_proj.weight for layer in model.model.layers)
+    assert first is second
+    with pytest.raises(ValueError, match="layers.0.* and .*layers.1.* are one parameter, which trained parts would"):
+        apply_oelm(tied(), "oelm-lora")
+
+
+def test_keys_that_are_values_too_stay_trained_and_the_report_says_so():
+    from transformers import Gemma4TextConfig, Gemma4TextModel
+
+    config = Gemma4TextConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=50,
+        intermediate_size=32, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0, attention_k_eq_v=True, global_head_dim=8,
+    )  # fmt: skip
+    report = apply_oelm(Gemma4TextModel(config))
+    assert "attention without keys of its own to freeze (docs/method.md): 1" in str(report)
+    assert "without keys" not in str(apply_oelm(build("llama")))
+    only = OelmConfig.arm("oelm-k", target_modules=r".*layers\.1\..*")
+    with pytest.raises(ValueError, match="freeze: no projection of Gemma4TextModel makes keys alone"):
+        apply_oelm(Gemma4TextModel(config), only)

@@ -1,27 +1,25 @@
 """What surgery does to one model class: it works, with a proof of how much, or it is refused in one line."""
 
 import copy
+import re
 from dataclasses import dataclass
 
 import tiny_models
 import torch
+from batches import find_passes, tensors
 
 from oelm import apply_oelm, verify
+from oelm.method.families import other_kind
 from oelm.method.projections import find_projections
 from oelm.method.prove import check_against
 from oelm.method.trace import trace_scores
 
 # Layers whose rows make scores too and stay trained, as docs/method.md says: compression and rotary parts of latent
 # attention, projections of positions alone, and keys that are values as well.
-LEFT = (
-    "q_a_proj",
-    "kv_a_proj_with_mqa",
-    "kv_a_proj",
-    "pos_query_proj",
-    "pos_key_proj",
-    "relative_k_proj",
-    "linear_pos",
-)
+LEFT = {"q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj", "pos_query_proj", "pos_key_proj", "relative_k_proj",
+        "linear_pos", "pos_proj", "pos_q_proj", "q_pos_proj", "k_pos_proj", "q_pos_sine_proj", "query_pos_proj",
+        "key_pos_proj", "query_pos_sine_proj"}  # fmt: skip
+VALUES_TOO = {"DeepseekV4Attention": {"kv_proj", "gate_proj"}}
 
 
 @dataclass(frozen=True)
@@ -35,42 +33,68 @@ def judge(cls_name, config_name):
     try:
         model = tiny_models.build(cls_name, config_name)
     except Exception as error:  # whatever an architecture's own code raises on a tiny configuration
-        return Verdict("not built", f"{type(error).__name__}: {error}".partition("\n")[0][:120])
-    return judge_model(model, lambda: tiny_models.build(cls_name, config_name), tiny_models.run)
+        return Verdict("not built", _line(error))
+    return judge_model(model)
 
 
-def judge_model(model, again, run):
+def judge_model(model, run=None):
+    """`run` makes a forward pass; without it, passes are looked for."""
     try:
         found = find_projections(model)
     except ValueError as error:
         refusal = str(error)
-    else:
-        refusal = ""
-    if refusal:
         assert "\n" not in refusal
         nothing = refusal.startswith(f"target_modules: nothing in {type(model).__name__} matches")
         if nothing:
             _assert_no_scores(model, run)
         return Verdict("no attention" if nothing else "refused", refusal)
+    plain, reason = copy.deepcopy(model), ""  # before any pass: some attention caches what it has computed
+    if run is None:
+        run, reason = find_passes(model, {p.module: p.attention for p in found})
+        if not run.taken:
+            return Verdict("found", f"no batch: {reason}")
     try:
         trace = trace_scores(model, run)
-    except Exception as error:  # the made-up batch is not one for this model
-        return Verdict("found", f"no batch: {type(error).__name__}: {error}".partition("\n")[0][:120])
-    reached = [p for p in found if p.module in trace]
-    if any(trace[p.module] for p in reached):
-        check_against(model, reached, trace)
-    elif reached:
-        _assert_by_perturbation(copy.deepcopy(model), reached, run)
+    except Exception as error:  # runs without gradients alone
+        return Verdict("found", f"no gradients: {_line(error)}")
+    sites = {}
+    for p in found:
+        sites.setdefault(p.attention, []).append(p)
+    proved = []
+    for here in sites.values():
+        if any(trace.get(p.module) for p in here):
+            check_against(model, [p for p in here if p.module in trace], trace)
+            proved += [p for p in here if p.module in trace]
+        elif _by_perturbation(copy.deepcopy(plain), here, run):
+            proved += here
     taken = {(p.module, p.role) for p in found}
-    missed = [f"{m}[{role}]" for m, roles in trace.items() for role in roles if (m, role) not in taken]
-    missed = [m for m in missed if m.rpartition(".")[2].partition("[")[0] not in LEFT]
+    missed = [(m, role) for m, roles in trace.items() for role in roles if (m, role) not in taken]
+    missed = [f"{m}[{role}]" for m, role in missed if not _left(model, m)]
     assert not missed, f"makes scores and would stay trained: {missed[:3]}"
-    _assert_trains_as_the_whole(model, again(), run)
-    return Verdict("proved" if len(reached) == len(found) else "found", f"{len(reached)} of {len(found)} projections")
+    _assert_trains_as_the_whole(copy.deepcopy(plain), plain, run)
+    kind = "proved" if len(proved) == len(found) else "found"
+    odd = [p.module for p in found if p not in proved]
+    return Verdict(kind, f"{len(proved)} of {len(found)} projections" + (f", not {odd[0]}: {reason}" if odd else ""))
+
+
+def _line(error):
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0][:120]
+
+
+def _left(model, name):
+    """Whether a layer that makes scores is one of those that are left trained knowingly."""
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(1, len(parts))]
+    if any(other_kind(module) for module in around):
+        return True
+    values_too = set().union(*(VALUES_TOO.get(type(module).__name__, ()) for module in around))
+    return re.sub("^(self|cross)_attn_", "", parts[-1]) in LEFT | values_too
 
 
 def _assert_no_scores(model, run):
     try:
+        linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        run = run or find_passes(model, {name: name.rpartition(".")[0] for name in linears})[0]
         trace = trace_scores(model, run)
     except Exception:  # no batch for it
         return
@@ -79,8 +103,11 @@ def _assert_no_scores(model, run):
 
 
 def _loss(model, run):
-    output = tiny_models.first_tensor(run(model))
-    return None if output is None else output.double().square().mean()
+    """A number that every output moves."""
+    torch.manual_seed(0)
+    found = [t.double().square().mean() for t in tensors(run(model)) if t.numel()]
+    found = [t for t in found if t.isfinite()]
+    return sum(found) if found else None
 
 
 def _assert_trains_as_the_whole(model, plain, run):
@@ -88,11 +115,8 @@ def _assert_trains_as_the_whole(model, plain, run):
     apply_oelm(model)
     verify(model)
     plain.load_state_dict(model.state_dict())
-    torch.manual_seed(0)
-    one = _loss(model, run)
-    torch.manual_seed(0)
-    two = _loss(plain, run)
-    if one is None or not one.isfinite():
+    one, two = _loss(model, run), _loss(plain, run)
+    if one is None:
         return
     torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-6)
     if not one.requires_grad:
@@ -113,18 +137,32 @@ def _assert_trains_as_the_whole(model, plain, run):
 
 
 @torch.no_grad()
-def _assert_by_perturbation(model, found, run):
-    """With q at zero every score is zero, so k must not matter: for attention whose scores meet no softmax function."""
+def _by_perturbation(model, here, run):
+    """For attention whose scores autograd's graph does not show: with q at zero every score is zero, so k must not
+    matter; with q back, it must. False where neither matters, so that the pass does not reach it."""
+    if {p.role for p in here} != {"q", "k"}:
+        return False
+    generator = torch.Generator().manual_seed(3)
 
-    def scramble(role, scale):
-        generator = torch.Generator().manual_seed(3)
-        for p in found:
+    def fill(role, scale):
+        for p in here:
             if p.role == role:
                 p.write(model, scale * torch.randn(p.rows, p.d_in, generator=generator))
                 p.zero_bias(model)
 
-    scramble("q", 0.0)
-    before = tiny_models.first_tensor(run(model))
-    scramble("k", 3.0)
-    still = (tiny_models.first_tensor(run(model)) - before).abs().max()
-    assert still < 1e-4, f"k matters though q is zero ({still:.1e})"
+    def moved():
+        before = _flat(run, model)
+        fill("k", 3.0)
+        return (_flat(run, model) - before).abs().max()
+
+    fill("k", 1.0)
+    fill("q", 0.0)
+    still = moved()
+    assert not still > 1e-4, f"{here[0].attention}: k matters though q is zero ({still:.1e})"
+    fill("q", 3.0)
+    return bool(moved() > 1e-6)
+
+
+def _flat(run, model):
+    torch.manual_seed(0)
+    return torch.cat([t.double().flatten() for t in tensors(run(model))]).nan_to_num()

@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_config, write_corpus
 from transformers import AutoModelForCausalLM
 
+import oelm
 from oelm.flops import count_flops
-from oelm.integrity import file_sha256, seal_folder
+from oelm.integrity import META, SEAL, file_sha256, seal_folder
 from oelm.method.surgery import apply_oelm
 from oelm.method.verify import VerifyError
 from oelm.models.build import build_gpt
+from oelm.models.saved import PARTS
 from oelm.record import losses, mean_frozen, read_metrics, read_run, record_text
 from oelm.training import loop
 from oelm.training.audit import audit
@@ -199,7 +201,7 @@ def test_a_compiled_run_changes_like_an_eager_one(corpus, whole, tmp_path):
     assert sorted({int(state["step"]) for state in states.values()}) == [4, 16, 20]
 
 
-@pytest.mark.parametrize("arm", ["oelm-slices-gains", "oelm-lora", "oelm-oft"])
+@pytest.mark.parametrize("arm", ["oelm-slices-gains", "oelm-lora", "oelm-oft", "oelm-slices-lora", "oelm-blocks"])
 def test_a_corrected_run_resumes_exactly_and_its_best_loads_plainly(corpus, tmp_path, monkeypatch, arm):
     more = [f"method={arm}", "method.temperature=true", "train.max_steps=10", "train.eval_every=5"]
     whole, cut = (tiny_config(corpus, tmp_path / name, *more) for name in ("whole", "cut"))
@@ -209,7 +211,9 @@ def test_a_corrected_run_resumes_exactly_and_its_best_loads_plainly(corpus, tmp_
     states = [load_file(config.folder / "last" / "weights.safetensors") for config in (whole, cut)]
     assert any("temperature" in name for name in states[0])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert any("corrections are merged" in line for line in audit(cut.folder))
+    for config in (whole, cut):
+        found = [line for line in audit(config.folder) if line.startswith(("best: ", "last: "))]
+        assert [line.partition(" frozen tensors unchanged")[0] for line in found[:2]] == ["best: 4", "last: 4"]
 
     plain = AutoModelForCausalLM.from_pretrained(whole.folder / "best")
     own = build_gpt(whole.model, plain.config.vocab_size, 0)
@@ -219,3 +223,33 @@ def test_a_corrected_run_resumes_exactly_and_its_best_loads_plainly(corpus, tmp_
     ids = torch.arange(20)[None] % plain.config.vocab_size
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, own.eval()(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_a_finished_run_proves_the_frozen_bytes_under_its_corrections(corpus, tmp_path):
+    more = ["method=oelm-lora", "train.max_steps=8", "train.eval_every=4", "train.average=0.5", "system.keep=best"]
+    config = tiny_config(corpus, tmp_path / "run", *more)
+    run_training(config, quiet=True)
+    best = config.folder / "best"
+    assert not (config.folder / "last").exists()
+    assert any(line.startswith("best: 4 frozen tensors unchanged") for line in audit(config.folder))
+    again = oelm.load(best)  # frozen, verified, and with corrections that can go on training
+    assert any("lora_a" in name for name, p in again.named_parameters() if p.requires_grad)
+
+    parts = load_file(best / PARTS)
+    name = next(name for name in parts if name.endswith("q_proj.weight"))
+    changed = {key: tensor.clone() for key, tensor in parts.items()}
+    changed[name][0, 0] = torch.nextafter(parts[name][0, 0], torch.tensor(9.0))  # one bit of one weight
+    facts = {key: value for key, value in json.loads((best / META).read_text()).items() if key not in (SEAL, "sha256")}
+    save_file(changed, best / PARTS)
+    with pytest.raises(ValueError, match=f"best: damaged .{PARTS} does not match its checksum"):
+        audit(config.folder)
+    seal_folder(best, facts)
+    with pytest.raises(ValueError, match="best: .*q_proj.weight: bytes changed since surgery"):
+        audit(config.folder)
+    save_file(parts | {name: parts[name] + 1}, best / PARTS)
+    seal_folder(best, facts)
+    with pytest.raises(ValueError, match="parts: do not make the weight of .*q_proj that was loaded"):
+        audit(config.folder)
+    (best / PARTS).unlink()
+    seal_folder(best, facts)
+    assert any("its checkpoint, which has them, was not kept" in line for line in audit(config.folder))

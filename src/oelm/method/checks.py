@@ -42,6 +42,13 @@ def check_layer(model: nn.Module, p: Projection, config: OelmConfig) -> None:
             f"{'trained parts on its weight' if parts else 'splitting its rows'} would go round; "
             "use a plain linear layer, or leave it out with exclude_modules"
         )
+    weight = owner._parameters[attribute]
+    others = [n for n, q in model.named_parameters(remove_duplicate=False) if q is weight and n != p.name]
+    if parts and others:
+        raise ValueError(
+            f"model: {p.name} and {others[0]} are one parameter, which trained parts would pull apart; "
+            "choose an arm without them"
+        )
     child = re.escape(p.module.removeprefix(f"{p.attention}."))
     if parts and re.search(rf"\b{child}\.weight\b", _source(model.get_submodule(p.attention))):
         raise ValueError(
@@ -57,13 +64,24 @@ def _source(module: nn.Module) -> str:
         return ""
 
 
+def is_packed(parameter: Tensor) -> bool:
+    """Whether a library has put a tensor of its own in a weight's place, such as torchao's Int8Tensor."""
+    return type(parameter.data) is not Tensor and not hasattr(parameter, "full_tensor")  # FSDP's are gathered
+
+
 def check_tensor(model: nn.Module, projection: Projection, gain: float) -> None:
+    for name, parameter in projection.parameters(model):
+        if is_packed(parameter):
+            raise ValueError(
+                f"model: {name} holds quantised weights ({type(parameter.data).__name__}); apply OELM to the "
+                "full-precision model"
+            )
     weight = projection.weight(model)
     if weight.is_meta:
         raise ValueError(f"model: {projection.name} is on the meta device; load its weights first")
     if gain > torch.finfo(weight.dtype).max / 1e3 if weight.is_floating_point() else False:
         raise ValueError(f"gain: {gain:g} is too large for {weight.dtype}")
-    if not weight.is_floating_point() or weight.element_size() < 2 or type(weight.data) is not Tensor:
+    if not weight.is_floating_point() or weight.element_size() < 2:
         raise ValueError(
             f"model: {projection.name} holds quantised weights ({weight.dtype}); apply OELM to the full-precision model"
         )

@@ -18,7 +18,7 @@ Rows = dict[str, tuple[int, tuple[Part, ...]]]  # child -> (groups, parts), see 
 Shape = Callable[[int], tuple[int, int]]  # query rows -> (heads, head_dim)
 Family = Callable[[Any, Shape], tuple[int, int, Rows]]  # -> heads, head_dim, rows
 
-_FUSED_CHILDREN = ("qkv", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "qkv_linear", "att_proj")
+_FUSED_CHILDREN = ("qkv", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "qkv_linear", "att_proj", "in_proj")
 
 
 def rows_of(linear: Any) -> int:
@@ -87,12 +87,12 @@ def _falcon(module: Any, shape: Shape) -> tuple[int, int, Rows]:
 
 
 def _latent(module: Any, shape: Shape) -> tuple[int, int, Rows]:
-    """Multi-head latent attention: q's and k's own rows. The rotary part and the compression stay trained."""
-    heads, nope, rope = module.num_heads, module.qk_nope_head_dim, module.qk_rope_head_dim
-    query = "q_proj" if getattr(module, "q_b_proj", None) is None else "q_b_proj"
-    values = rows_of(module.kv_b_proj) // heads - nope
+    """Multi-head latent attention: q's and k's own rows. The rotary part, the compression and gates stay trained."""
+    heads, nope = module.num_heads, module.qk_nope_head_dim
+    query = next(name for name in ("q_gate_proj", "q_b_proj", "q_proj") if getattr(module, name, None) is not None)
+    values, others = (rows_of(getattr(module, name)) // heads - nope for name in ("kv_b_proj", query))
     return heads, nope, {
-        query: (heads, (Part("q", nope), Part("r", rope))),
+        query: (heads, (Part("q", nope), Part("r", others))),
         "kv_b_proj": (heads, (Part("k", nope), Part("v", values))),
     }  # fmt: skip
 
@@ -120,8 +120,62 @@ def _gemma4_text(module: Any, shape: Shape) -> tuple[int, int, Rows]:
     return q_rows // module.head_dim, module.head_dim, rows
 
 
-def _clipped(module: Any, shape: Shape) -> tuple[int, int, Rows]:
-    """Gemma 4's towers: linear layers inside modules that clip."""
+def _query_alone(module: Any, shape: Shape) -> tuple[int, int, Rows]:
+    """DeepSeek V4: one key for all heads, which is the value too and stays trained."""
+    return module.num_heads, module.head_dim, {"q_b_proj": (1, (Part("q", rows_of(module.q_b_proj)),))}
+
+
+def _key_alone(module: Any, shape: Shape) -> tuple[int, int, Rows]:
+    """A pooling head whose query is a learned token that no projection makes."""
+    rows = rows_of(module.k_proj)
+    return *shape(rows), {"k_proj": (1, (Part("k", rows),))}
+
+
+def _two_ways(module: Any, shape: Shape) -> tuple[int, int, Rows]:
+    """Grounding DINO's fusion: the picture asks the text, and the same scores, turned, are the text asking."""
+    rows = rows_of(module.vision_proj)
+    parts: Rows = {"vision_proj": (1, (Part("q", rows),)), "text_proj": (1, (Part("k", rows),))}
+    return module.num_heads, module.head_dim, parts
+
+
+def _content(module: Any, shape: Shape) -> tuple[int, int, Rows]:
+    """Conditional and DAB-DETR: content and position have projections of their own; the positions' stay trained."""
+    names = [name for name, _ in module.named_children() if name.endswith("_content_proj")]
+    roles = {name: re.sub(r"(self|cross)_attn_", "", name)[0] for name in names}
+    rows = rows_of(getattr(module, names[0]))
+    inner = getattr(module, "self_attn", None) or getattr(module, "cross_attn", None)
+    heads = rows // module.head_dim if inner is None else inner.attention_heads
+    return heads, rows // heads, {name: (1, (Part(role, rows),)) for name, role in roles.items()}
+
+
+def _assigning(module: Any, shape: Shape) -> tuple[int, int, Rows]:
+    """GroupViT: its softmax runs over what `q_proj` makes, so those are the keys that each patch chooses among."""
+    rows = rows_of(module.q_proj)
+    return 1, rows, {"k_proj": (1, (Part("q", rows),)), "q_proj": (1, (Part("k", rows),))}
+
+
+def _normed(module: Any, shape: Shape) -> tuple[int, int, Rows]:
+    """Levit's: linear layers inside modules that normalise each row afterwards; keys and values inside each head."""
+    heads, dim = shape(0)[0], module.key_dim
+    for fused in ("queries_keys_values", "qkv"):
+        if hasattr(module, fused):
+            values = rows_of(getattr(module, fused).linear) // heads - 2 * dim
+            return heads, dim, {f"{fused}.linear": (heads, (Part("q", dim), Part("k", dim), Part("v", values)))}
+    both, query = ("keys_values", "queries") if hasattr(module, "keys_values") else ("kv", "q.ln")
+    values = rows_of(getattr(module, both).linear) // heads - dim
+    parts: Rows = {f"{query}.linear": (1, (Part("q", heads * dim),))}
+    return heads, dim, parts | {f"{both}.linear": (heads, (Part("k", dim), Part("v", values)))}
+
+
+def _eva(module: Any, shape: Shape) -> tuple[int, int, Rows]:
+    if module.qkv is not None:
+        return _blocks(module, shape)
+    rows = rows_of(module.q_proj)
+    return *shape(rows), {"q_proj": (1, (Part("q", rows),)), "k_proj": (1, (Part("k", rows),))}
+
+
+def _inside(module: Any, shape: Shape) -> tuple[int, int, Rows]:
+    """Linear layers inside modules that clip (Gemma 4's towers) or that could hold several (Moshi)."""
     q_rows, k_rows = rows_of(module.q_proj.linear), rows_of(module.k_proj.linear)
     parts: Rows = {"q_proj.linear": (1, (Part("q", q_rows),)), "k_proj.linear": (1, (Part("k", k_rows),))}
     return q_rows // module.head_dim, module.head_dim, parts
@@ -173,34 +227,55 @@ TRANSFORMERS: Mapping[str, Family] = {
     **_named("DeepseekV2Attention DeepseekV3Attention Glm4MoeLiteAttention LongcatFlashMLA", _latent),
     **_named("MiniCPM3Attention Mistral4Attention MistralLarge4TextAttention YoutuAttention AXK1Attention", _latent),
     **_named("BailingHybridAttention KimiLinearAttention DeepseekV32Attention GlmMoeDsaAttention", _latent),
-    **_named("HYV4Attention Glm5NextTextAttention", _latent),
+    **_named("HYV4Attention Glm5NextTextAttention AXK2Attention", _latent),
     **_named("LongformerSelfAttention LEDEncoderSelfAttention", _with_global),
     "Gemma4TextAttention": _gemma4_text,
-    **_named("Gemma4VisionAttention", _clipped),
+    **_named("Gemma4VisionAttention Gemma4AudioAttention MoshiAttention KyutaiSpeechToTextAttention", _inside),
+    "deberta.DisentangledSelfAttention": _per_head,
+    "DeepseekV4Attention": _query_alone,
+    "Aimv2AttentionPoolingHead": _key_alone,
+    **_named("GroundingDinoBiMultiHeadAttention MMGroundingDinoBiMultiHeadAttention", _two_ways),
+    "GroupViTAssignAttention": _assigning,
+    **_named("ConditionalDetrDecoderSelfAttention ConditionalDetrDecoderCrossAttention", _content),
+    **_named("DabDetrDecoderLayerSelfAttention DabDetrDecoderLayerCrossAttention", _content),
+    **_named("LevitAttention LevitAttentionSubsample", _normed),
 }
 
 TIMM: Mapping[str, Family] = {
     **_named(
         "attention.Attention attention.AttentionRope cait.TalkingHeadAttn convit.MHSA davit.WindowAttention", _blocks
     ),
-    **_named("eva.EvaAttention fastvit.Attention hiera.MaskUnitAttention hieradet_sam2.MultiScaleAttention", _blocks),
+    **_named("fastvit.Attention hiera.MaskUnitAttention hieradet_sam2.MultiScaleAttention", _blocks),
     **_named(
         "metaformer.Attention mvitv2.MultiScaleAttention nest.Attention swin_transformer.WindowAttention", _blocks
     ),
     **_named("swin_transformer_v2_cr.WindowMultiHeadAttention twins.LocallyGroupedAttn volo.Attention", _blocks),
     **_named("vision_transformer_relpos.RelPosAttention vision_transformer_sam.Attention xcit.XCA", _blocks),
-    **_named("edgenext.CrossCovarianceAttn", _blocks),
+    **_named("edgenext.CrossCovarianceAttn beit.Attention swin_transformer_v2.WindowAttention", _blocks),
+    "eva.EvaAttention": _eva,
+    **_named("levit.Attention levit.AttentionDownsample", _normed),
     **_named("tiny_vit.Attention maxxvit.AttentionCl", _per_head),
     **_named("efficientformer.Attention", _per_head_wide_value),
     **_named("pvt_v2.Attention twins.GlobalSubSampleAttn volo.ClassAttention", _query_and_kv),
     **_named("convit.GPSA tnt.Attention", _query_key),
 }
 
-# No product of a query and a key under a softmax: state-space and linear attention, and sampling at learned places.
-# Left as they are, and named in the report.
+# What no row order can say, and no example either.
+CANNOT: Mapping[str, str] = {
+    "JetMoeAttention": "has queries made by experts that are chosen for each token, not by a linear layer",
+    "IBertSelfAttention": "computes with quantised weights (QuantLinear)",
+    "SqueezeBertSelfAttention": "makes queries and keys by grouped convolutions, not by linear layers",
+    "XLNetRelativeAttention": "keeps q and k as bare parameters of three dimensions, not as linear layers",
+    "EvollaSequenceAlignerCrossAttention": "has one query beside a key for each of three kinds of input",
+    "ZayaCCAProjection": "adds the mean of queries and keys to both, so that no row makes one of them alone",
+}
+
+# No product of a query and a key under a softmax: state-space and linear attention, additive scores, gates, pointers,
+# and sampling at learned places. Left as they are, and named in the report.
 _OTHER_KINDS = re.compile(
     r"GatedDeltaNet|DeltaAttention|Lightning(?:Attention)?$|TextLinearAttention$|Indexer$|"
-    r"Multi[sS]cale\w*DeformableAttention|VQVAEEncoderAttnBlock"
+    r"Multi[sS]cale\w*DeformableAttention|VQVAEEncoderAttnBlock|RwkvSelfAttention|xLSTMLayer|MobileViTV2LinearSelf|"
+    r"EfficientAdditiveAttention|GatedAttention$|AttentionGRUCell|GlobalPointer$"
 )
 
 

@@ -99,13 +99,13 @@ class Projection:
 
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """What holds the weight and bias, by parameter name; of a split weight, the pieces with this role's rows."""
-        owner = owner_of(model, self.module)
-        pieces = getattr(owner, "oelm_pieces", {})
         named = []
         for full in filter(None, (self.name, self.bias)):
-            attribute = full.rpartition(".")[2]
+            path, _, attribute = full.rpartition(".")
+            owner = owner_of(model, path)
+            pieces = getattr(owner, "oelm_pieces", {})
             held = [name for name, roles in pieces[attribute] if self.role in roles] if attribute in pieces else None
-            named += [(f"{self.module}.{name}", owner._parameters[name]) for name in held or [attribute]]
+            named += [(f"{path}.{name}", owner._parameters[name]) for name in held or [attribute]]
         return named
 
     @torch.no_grad()
@@ -154,6 +154,11 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model.get_base_model()  # type: ignore[operator]
         else:
             return model
+
+
+def with_own_bias(p: Projection, bias: str) -> Projection:
+    """The projection with a bias that the attention module keeps apart from the linear layer (BEiT's q_bias)."""
+    return replace(p, bias=bias, bias_layout=Layout(1, (Part(p.role, p.rows),)))
 
 
 class ReadOnly(Tensor):

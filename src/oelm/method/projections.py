@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from .families import Rows, family_of, other_kind, rows_of, thirds
-from .layout import Layout, Part, Projection, inside_adapter, number_layers, owner_of
+from .families import CANNOT, Rows, family_of, other_kind, rows_of, thirds
+from .layout import Layout, Part, Projection, inside_adapter, number_layers, owner_of, with_own_bias
 
 Targets = str | Sequence[str] | Mapping[str, str | int]
 
@@ -29,7 +29,8 @@ _SURELY_FUSED = re.compile(
     r".*qkv.*|query_key_value|c_attn|w_?pack", re.IGNORECASE
 )  # also where the class is not named attention
 _HINTS_AT_ROLE = re.compile(r"(?:^|_)(?:q|k|query|key|queries|keys)(?:_|$)", re.IGNORECASE)
-_LEFT_TRAINED = {"pos_query_proj", "pos_key_proj", "relative_k_proj"}  # of positions alone, documented in method.md
+# Of positions alone, documented in method.md; and a token that a query projection reads.
+_LEFT_TRAINED = {"pos_query_proj", "pos_key_proj", "relative_k_proj", "emb_rel_k", "pooling_attention_query"}
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_kv")
 _MAPPING = ("q", "k", "qkv", "qkv_per_head", "heads")
@@ -62,10 +63,10 @@ def find_projections(
         _check_mapping(model, found, target_modules)
     if target_modules is None or isinstance(target_modules, Mapping):
         _check_nothing_missed(model, found, excluded)
+    found = _once_each(model, found)
     if not found:
         sought = target_modules or "q/k, query/key or fused qkv projections below an attention module"
         raise ValueError(f"target_modules: nothing in {type(model).__name__} matches {sought}")
-    _check_not_shared(model, found)
     return number_layers(found)
 
 
@@ -108,6 +109,8 @@ def _site(
         return _multihead_site(path, module) if chosen else []
     if other_kind(module):
         return []
+    if reason := CANNOT.get(type(module).__name__):
+        raise ValueError(f"target_modules: {path} ({type(module).__name__}) {reason}; leave it out (exclude_modules)")
     full = {name: f"{path}.{name}" if path else name for name, _ in module.named_children()}
     linears = {n: inside_adapter(c) for n, c in module.named_children() if is_linear(c)}
     children = {n: c for n, c in linears.items() if full[n] not in excluded}
@@ -131,8 +134,11 @@ def _site(
             raise ValueError(f"exclude_modules: takes {path}.{gone[0]} away from its partner; leave out {path} whole")
         if gone:
             return []
-        _check_bare(path, module)
-        return _from_rows(path, module, heads, head_dim, rows)
+        biases = {f"{role}_bias": role for role in "qk" if f"{role}_bias" in module._parameters}
+        _check_bare(path, module, biases)
+        found = _from_rows(path, module, heads, head_dim, rows)
+        own = {role: f"{path}.{name}" for name, role in biases.items()}
+        return [with_own_bias(p, own[p.role]) if p.role in own else p for p in found]
     roles = {m["role"][0].lower(): name for name in children if (m := _ROLE.fullmatch(name))}
     fused = [name for name in children if _FUSED.fullmatch(name)]
     if not is_attention(module):
@@ -271,15 +277,17 @@ def is_attention(module: nn.Module) -> bool:
 
 def head_shape(model: nn.Module, path: str, module: nn.Module, q_rows: int, strict: bool = True) -> tuple[int, int]:
     """(heads, head_dim) as the attention module, its config or the model's config states them."""
-    places = [module, getattr(module, "config", None), getattr(model, "config", None)]
-    heads = next((n for place in places for n in [_number(place, _HEADS)] if n), None)
+    places = [getattr(module, "config", None), getattr(model, "config", None)]
+    heads, head_dim = _number(module, _HEADS), _number(module, _HEAD_DIM)
+    if heads is None and head_dim and q_rows and q_rows % head_dim == 0:
+        return q_rows // head_dim, head_dim
+    heads = heads or next((n for place in places for n in [_number(place, _HEADS)] if n), None)
     where = path or type(module).__name__
     if heads is None:
         raise ValueError(
             f"target_modules: cannot tell the number of heads of {where}; looked for {', '.join(_HEADS)} on it and in "
             'the model\'s config. Set one of them on the module, or say target_modules={"q": ..., "k": ..., "heads": 4}'
         )
-    head_dim = _number(module, _HEAD_DIM)
     if not strict:
         return heads, head_dim or 0
     if head_dim is None and q_rows % heads:
@@ -325,9 +333,9 @@ def _check_siblings(path: str, module: nn.Module, chosen: set[str], excluded: se
     _check_bare(path, module)
 
 
-def _check_bare(path: str, module: nn.Module) -> None:
+def _check_bare(path: str, module: nn.Module, known: Iterable[str] = ()) -> None:
     for name, _ in module.named_parameters(recurse=False):
-        if _HINTS_AT_ROLE.search(name):
+        if _HINTS_AT_ROLE.search(name) and name not in _LEFT_TRAINED | set(known):
             raise ValueError(f"target_modules: {path}.{name} is a bare parameter of its own, which is not supported")
 
 
@@ -342,6 +350,8 @@ def _check_nothing_missed(model: nn.Module, found: Sequence[Projection], exclude
             continue
         if type(module).__name__.endswith("Output") and path.rpartition(".")[0] in above:
             continue  # what follows an attention that was found, such as LXMERT's LxmertAttentionOutput
+        if type(module).__name__.endswith("Layer") and any(other_kind(child) for child in module.children()):
+            continue  # a layer named after the linear attention in it
         for name, child in module.named_children():
             kind = f"{type(child).__module__}.{type(child).__name__}"
             if (_ROLE.fullmatch(name) or _FUSED.fullmatch(name)) and re.search(r"quant|[48]bit", kind, re.IGNORECASE):
@@ -349,7 +359,9 @@ def _check_nothing_missed(model: nn.Module, found: Sequence[Projection], exclude
                     f"model: {path}.{name} is a {kind}: quantised weights cannot take a frame; "
                     "apply OELM to the full-precision model"
                 )
-        if any(other.startswith(f"{path}.") for other in excluded) or all(p.ndim < 2 for p in module.parameters()):
+        tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+        weights = [p for p in module.parameters() if p.ndim > 1 and id(p) not in tables]
+        if any(other.startswith(f"{path}.") for other in excluded) or not weights:
             continue
         children = ", ".join(f"{n} ({type(c).__name__})" for n, c in module.named_children())
         raise ValueError(
@@ -365,9 +377,15 @@ def _looks_like_attention(module: nn.Module) -> bool:
     return roles == {"q", "k"} or any(_SURELY_FUSED.fullmatch(name) for name in weighty)
 
 
-def _check_not_shared(model: nn.Module, found: Sequence[Projection]) -> None:
+def _once_each(model: nn.Module, found: Sequence[Projection]) -> list[Projection]:
+    """A weight that several layers share (Zamba's one attention for all its blocks) has one frame and counts once."""
     owners: dict[int, str] = {}
+    once = []
     for p in found:
         parameter = owner_of(model, p.module)._parameters.get(p.name.rpartition(".")[2])
-        if parameter is not None and owners.setdefault(id(parameter), p.name) != p.name:
-            raise ValueError(f"model: {owners[id(parameter)]} and {p.name} are one parameter; each needs its own frame")
+        first = owners.setdefault(id(parameter), p.name) if parameter is not None else p.name
+        if first == p.name:
+            once.append(p)
+        elif p.layout.fused:
+            raise ValueError(f"model: {first} and {p.name} are one parameter, which cannot be split; untie them first")
+    return once

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .arms import OelmConfig
 from .frames import seed_of
-from .layout import Projection, gathered
+from .layout import Projection, gathered, inside_adapter
 from .leaves import Leaf, become
 
 Q_NORM = r"(q|query)_?(norm|layernorm|layer_norm|ln)"  # attention's child that takes q's scale away again
@@ -130,6 +130,8 @@ def check_recovery(model: nn.Module, chosen: Sequence[Projection], config: OelmC
     asked = [name for name in ("temperature", "input_gains", "correction") if getattr(config, name)]
     for p in (p for p in chosen if asked and p.role in config.freeze):
         owner = model.get_submodule(p.module)
+        if inside_adapter(owner) is not owner:
+            raise ValueError(f"{asked[0]}: {p.module} has an adapter around it; choose this arm first, then adapt")
         if p.layout.fused or not isinstance(owner, nn.Linear):
             raise ValueError(
                 f"{asked[0]}: needs q and k as linear layers of their own; {p.module} ({type(owner).__name__}) "

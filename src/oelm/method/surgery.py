@@ -113,6 +113,11 @@ class OelmReport:
         if self.left:
             named = ", ".join(f"{n} x {name}" for name, n in self.left.items())
             added.append(f"left trained, being no query-key attention: {named}")
+        alone = {p.attention for p in (r.projection for r in self.projections)}
+        for role, what in (("k", "keys"), ("q", "queries")):
+            without = alone - {r.projection.attention for r in self.projections if r.projection.role == role}
+            if without:
+                added.append(f"attention without {what} of its own to freeze (docs/method.md): {len(without)}")
         counts = f"{self.total:,} parameters: {self.trainable:,} trained, {self.frozen:,} frozen ({share:.1%})"
         if self.frozen_before:
             counts += f", {self.frozen_before:,} of them before surgery"
@@ -184,6 +189,9 @@ def _choose(model: nn.Module, config: OelmConfig, example: Any = None) -> list[P
     wanted = (config.target_modules, config.exclude_modules)
     found = find_projections(model, *wanted) if example is None else proven_projections(model, example, *wanted)
     chosen = _choose_layers(found, config)
+    if config.freeze and not {p.role for p in chosen} & set(config.freeze):
+        what = "queries" if "q" in config.freeze else "keys"
+        raise ValueError(f"freeze: no projection of {type(model).__name__} makes {what} alone; freeze the other role")
     check_recovery(model, chosen, config)
     for projection in chosen:
         check_layer(model, projection, config)
@@ -295,10 +303,8 @@ def _hold(model: nn.Module, chosen: Sequence[Projection], config: OelmConfig) ->
         if projection.role not in config.freeze:
             continue
         owner = owner_of(model, projection.module)
-        if shared_with_trained(projection, config):
-            if not hasattr(owner, "whole"):  # q's turn splits for k too
-                split(owner, projection.bias_layout, config.freeze)
-            continue
+        if shared_with_trained(projection, config) and not hasattr(owner, "whole"):  # q's turn splits for k too
+            split(owner, projection.layout if projection.layout.fused else projection.bias_layout, config.freeze)
         for _, parameter in projection.parameters(model):
             parameter.requires_grad_(False)
         identity = config.role("init", projection.role) == "identity" and not _trained_at_first(config)

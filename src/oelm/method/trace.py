@@ -73,7 +73,8 @@ class _Watch(TorchFunctionMode):
     def __init__(self, owners: Mapping[int, str]) -> None:
         super().__init__()
         self.owners = owners
-        self.linears: dict[Any, tuple[str, Tensor]] = {}
+        self.linears: dict[Any, tuple[str, Tensor]] = {}  # convolutions too: what they read is not what makes q and k
+        self.channels_second: set[int] = set()  # outputs whose rows lie along dimension 1, not the last
         self.head_mixers: set[Any] = set()
         self.products: dict[Any, tuple[Tensor, Tensor]] = {}
         self.scores: list[tuple[Tensor, Tensor, int]] = []  # q, k, and the size of what their product sums over
@@ -90,6 +91,12 @@ class _Watch(TorchFunctionMode):
                     self.head_mixers |= set(
                         _behind_views(out.grad_fn)
                     )  # perhaps: talking heads mix scores before the softmax
+        elif name in ("conv1d", "conv2d", "conv3d") and isinstance(out, Tensor) and out.grad_fn is not None:
+            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+            source = weight if weight is None or weight._base is None else weight._base  # a linear layer's, unsqueezed
+            if id(source) in self.owners:
+                self.linears |= dict.fromkeys(_behind_views(out.grad_fn), (self.owners[id(source)], out))
+                self.channels_second.add(id(out))
         elif name in _PRODUCTS and isinstance(out, Tensor) and out.grad_fn is not None:
             pair = [a for a in _flat([*args, *kwargs.values()]) if isinstance(a, Tensor)][-2:]
             second = pair[-1] if pair[-1]._base is None else pair[-1]._base  # x @ weight.T is a linear layer too
@@ -117,12 +124,12 @@ class _Watch(TorchFunctionMode):
             for role, side in (("q", q), ("k", k)):
                 for node in _reached(getattr(side, "grad_fn", None), self.linears.keys()):
                     owner, out = self.linears[node]
-                    self._read(found[owner], role, side, out, width)
+                    self._read(found[owner], role, side, out, width, 1 if id(out) in self.channels_second else -1)
         return found
 
     @staticmethod
-    def _read(roles: dict[str, Traced], role: str, side: Tensor, out: Tensor, width: int) -> None:
-        rows = _rows_read(side, side.new_ones(()), out)
+    def _read(roles: dict[str, Traced], role: str, side: Tensor, out: Tensor, width: int, along: int) -> None:
+        rows = _rows_read(side, side.new_ones(()), out, along)
         if not rows.any():
             return
         if role in roles and torch.equal(roles[role].rows, rows):
@@ -130,18 +137,18 @@ class _Watch(TorchFunctionMode):
         known = roles.setdefault(role, Traced(torch.zeros_like(rows), width))
         known.rows |= rows
         for dim in range(side.dim() - 2):  # heads lie along the one dimension whose entries read different rows
-            first = _rows_read(side, _only(side, dim, 0), out)
+            first = _rows_read(side, _only(side, dim, 0), out, along)
             if not torch.equal(first, rows):
-                known.heads = _heads_along(side, dim, rows, out)
+                known.heads = _heads_along(side, dim, rows, out, along)
                 return
 
 
-def _heads_along(side: Tensor, dim: int, rows: Tensor, out: Tensor) -> list[Tensor]:
+def _heads_along(side: Tensor, dim: int, rows: Tensor, out: Tensor, along: int) -> list[Tensor]:
     """The rows of each head; a key head that serves several queries comes once."""
     heads: list[Tensor] = []
     seen = torch.zeros_like(rows)
     for index in range(side.shape[dim]):
-        mine = _rows_read(side, _only(side, dim, index), out)
+        mine = _rows_read(side, _only(side, dim, index), out, along)
         if (mine & ~seen).any():
             heads.append(mine)
             seen |= mine
@@ -157,14 +164,14 @@ def _only(side: Tensor, dim: int, index: int) -> Tensor:
     return mask
 
 
-def _rows_read(side: Tensor, mask: Tensor, out: Tensor) -> Tensor:
-    """Which last-dimension entries of `out` the masked `side` depends on."""
+def _rows_read(side: Tensor, mask: Tensor, out: Tensor, along: int) -> Tensor:
+    """Which entries of `out` along a dimension the masked `side` depends on."""
     with torch.random.fork_rng(devices=[]):
         cotangent = torch.randn_like(side) * mask.to(side.dtype)
     (gradient,) = torch.autograd.grad(side, out, cotangent, retain_graph=True, allow_unused=True)
     if gradient is None:
-        return torch.zeros(out.shape[-1], dtype=torch.bool)
-    return (gradient.flatten(0, -2) != 0).any(0).cpu()
+        return torch.zeros(out.shape[along], dtype=torch.bool)
+    return (gradient.movedim(along, -1).flatten(0, -2) != 0).any(0).cpu()
 
 
 def _behind_views(node: Any) -> list[Any]:

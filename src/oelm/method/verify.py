@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from .checks import is_packed
 from .frames import ORTHONORMAL, orthogonality_error
 from .layout import unwrap
 from .recovery import PENDING, Recovered
@@ -52,6 +53,9 @@ def verify(
     for row in report.projections:
         if row.frozen:
             for name, parameter in row.projection.parameters(model):
+                if is_packed(parameter):
+                    kind = type(parameter.data).__name__
+                    raise VerifyError(f"{name}: is quantised now ({kind}), so the bytes frozen by surgery are gone")
                 if parameter.requires_grad:
                     raise VerifyError(f"{name}: requires a gradient, but was frozen by surgery")
                 if parameter.grad is not None:

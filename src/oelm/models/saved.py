@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..method.layout import unwrap
 from ..method.note import KEY
@@ -56,9 +56,14 @@ def load(folder: str | Path, model_class: Any = None, **kwargs: Any) -> Any:
 
 def save_parts(model: nn.Module, folder: Path) -> None:
     """The side file of a model with trained corrections; none where there are none."""
+    write_parts(parts_of(model), folder)
+
+
+def write_parts(parts: dict[str, Tensor], folder: Path) -> None:
+    """The same from what `parts_of` gave, gathered where a model is sharded."""
     from safetensors.torch import save_file
 
-    if parts := parts_of(model):
+    if parts:
         save_file(parts, folder / PARTS)
 
 

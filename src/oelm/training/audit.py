@@ -24,6 +24,7 @@ from ..models.build import check_saved, load_causal, loading
 from ..models.causal import build_language_model, context_of
 from ..models.classifiers import build_classifier
 from ..models.presets import PRESETS
+from ..models.saved import PARTS, load_parts
 from ..record import evaluations, is_claimed, read_metrics, read_predictions, read_run
 from .checkpoint import load_checkpoint
 from .pretrain import FEW, few_loss
@@ -79,13 +80,17 @@ def audit(folder: Path) -> list[str]:
             change_state(model, [*line["froze"], *line["freed"]], known=expected)
 
     for name in ("best", "last"):
-        if name == "best" and any(isinstance(module, Recovered) for module in model.modules()):
+        corrected = name == "best" and any(isinstance(module, Recovered) for module in model.modules())
+        if corrected and not (folder / "best" / PARTS).is_file():  # a run of an older version
             gone = "see last" if (folder / "last").exists() else "its checkpoint, which has them, was not kept"
-            done.append(f"best: corrections are merged into its weights, so it has no frozen bytes of its own; {gone}")
+            done.append(f"best: corrections are merged into its weights, and {PARTS} is not beside them; {gone}")
             continue
         if name == "best":
             go_on_to(min(evaluations(metrics), key=lambda line: line["loss"])["step"])
             model.load_state_dict(best, strict=False)  # the tied head is stored once
+            if corrected:
+                with loading(folder / "best"):
+                    load_parts(model, folder / "best")
         elif load_checkpoint(folder, model, [], _refuse, lambda meta: go_on_to(meta["step"])) is None:
             continue
         try:

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..integrity import check_folder, seal_folder, sync_folder
 from ..method.layout import gathered
+from ..method.reapply import parts_of
+from ..models.saved import write_parts
 
 AVERAGE = "average.safetensors"  # beside the weights, where the run averages them
 
@@ -59,6 +61,23 @@ def save_checkpoint(
         os.replace(last, previous)
     os.replace(saving, last)
     sync_folder(run)
+
+
+def save_best(
+    run: Path, model: nn.Module, save: Callable[[nn.Module, dict[str, torch.Tensor], Path], None],
+    facts: dict[str, Any], write: bool = True,
+) -> None:  # fmt: skip
+    """Makes `best/` the given model: as `save` writes it from a whole state dict, corrections merged, and beside it
+    the frozen weights under them with their parts, so that the frozen bytes stay provable. All processes call it."""
+    state = collected(model.state_dict(keep_vars=True), write)
+    parts = collected(parts_of(model), write)
+
+    def fill(folder: Path) -> None:
+        save(model, state, folder)
+        write_parts(parts, folder)
+
+    if write:
+        replace_folder(run / "best", fill, facts)
 
 
 def load_checkpoint(

@@ -26,7 +26,7 @@ from ..method.verify import unwrap, verify
 from ..record import Run, check_metrics
 from ..validation import validation_line
 from .average import Average
-from .checkpoint import collected, find_best, load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
+from .checkpoint import find_best, load_checkpoint, save_best, save_checkpoint, set_aside_damaged
 from .clock import WARMUP, Clock
 from .device import agree_on_start, upload
 from .freezing import Freezer
@@ -376,9 +376,7 @@ def _evaluate(
     if better:
         progress.best = {**metrics, "step": progress.step}
         inner = unwrap(accelerator.unwrap_model(model))
-        state = collected(inner.state_dict(keep_vars=True), keep=run is not None)
-        if run:
-            replace_folder(folder / "best", lambda f: task.save(inner, state, f), progress.best)
+        save_best(folder, inner, task.save, progress.best, write=run is not None)
     if run:
         run.append("eval", step=progress.step, **metrics, seconds=time.perf_counter() - start)
         accelerator.log({f"val/{name}": value for name, value in metrics.items()}, step=progress.step)
