@@ -89,6 +89,12 @@ def upload(arguments: dict[str, Tensor], device: torch.device) -> dict[str, Tens
     return there
 
 
+def writes_beside(config: RunConfig, device: torch.device) -> bool:
+    """Whether a thread writes checkpoints: on a CPU it would take from the steps what they compute with."""
+    wish = config.system.checkpoint_async
+    return device.type == "cuda" if wish is None else wish
+
+
 def launched_with_others() -> bool:
     """Whether torchrun or accelerate launch has started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1

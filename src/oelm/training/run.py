@@ -33,9 +33,10 @@ from ..runtime import (
 )
 from .device import compile_now, launched_with_others, make_ready, share_weights, start_accelerator
 from .finetune import Classification, FineTuning
-from .loop import Stopper, TrainingFailed, total_steps, train
+from .loop import TrainingFailed, total_steps, train
 from .prefix import Trunk, trunk_name
 from .pretrain import LanguageModelling, Pretraining
+from .stopper import Stopper
 
 SAME = 1e-2  # share by which the loss of a saved classifier may differ: corrections are merged, sums have another order
 
