@@ -26,7 +26,7 @@ from ..validation import validation_line
 from .average import Average
 from .checkpoint import Saver, collected, find_best, load_checkpoint, replace_folder, set_aside_damaged
 from .clock import WARMUP, Clock
-from .device import agree_on_start, upload, writes_beside
+from .device import agree_on_start, config_as_given, upload, writes_beside
 from .freezing import Freezer
 from .optim import learning_rate, set_learning_rate
 from .prefix import Trunk, shared_steps, trunk_name
@@ -360,7 +360,8 @@ def _evaluate(
         inner = unwrap(accelerator.unwrap_model(model))
         state = collected(inner.state_dict(keep_vars=True), keep=run is not None)
         if run:
-            replace_folder(folder / "best", lambda f: task.save(inner, state, f), progress.best)
+            with config_as_given(inner):
+                replace_folder(folder / "best", lambda f: task.save(inner, state, f), progress.best)
     if run:
         run.append("eval", step=progress.step, **metrics, seconds=time.perf_counter() - start)
         accelerator.log({f"val/{name}": value for name, value in metrics.items()}, step=progress.step)
