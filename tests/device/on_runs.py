@@ -124,9 +124,10 @@ def test_an_encoder_is_fine_tuned_as_on_a_cpu(gpu, encoder, task, tmp_path, monk
     run_training(load_config(None, task_words(encoder, task, tmp_path / "gpu", *words)), quiet=True)
     steps = len(losses(read_metrics(tmp_path / "gpu")))
     waits = Counter(line for _, line in gpu.waits)
-    # Transformers asks of each forward's mask whether it hides anything: listed in docs/gpu.md.
-    assert waits["transformers/masking_utils.py:_ignore_bidirectional_mask_sdpa"] >= steps
+    # Transformers would ask of each mask whether it hides anything.
+    assert not [place for place in waits if place.startswith("transformers/masking_utils.py")]
     assert waits["training/loop.py:train_step"] == 0
+    assert steps > 0
     on_the_cpu(monkeypatch, load_config(None, task_words(encoder, task, tmp_path / "cpu", *words)))
     ours, theirs = (read_run(tmp_path / name)["totals"] for name in ("gpu", "cpu"))
     assert ours["best"]["loss"] == pytest.approx(theirs["best"]["loss"], abs=1e-3)

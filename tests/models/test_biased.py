@@ -3,7 +3,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-
 from torch.nn.attention import flex_attention as torch_flex
 
 from oelm.method.arms import ARMS

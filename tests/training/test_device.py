@@ -1,5 +1,6 @@
 """A model on its device: compiled layers, checkpointed activations, determinism, processes that must agree."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny import tiny_config, words_for, write_corpus
-from transformers import BertConfig, BertForSequenceClassification
+from tiny import tiny_config, words_for, write_causal, write_corpus
+from transformers import BertConfig, BertForSequenceClassification, DynamicCache
 
 from oelm.config import load_config
 from oelm.method.surgery import apply_oelm
@@ -82,6 +83,25 @@ def test_a_model_that_cannot_checkpoint_its_activations_is_refused():
     config = small("system.gradient_checkpointing=true")
     with pytest.raises(ValueError, match=r"system.gradient_checkpointing: Linear does not support it"):
         make_ready(torch.nn.Linear(2, 2), config, Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_hugging_face_model_keeps_no_cache_in_training_and_its_config_as_it_came(tmp_path, monkeypatch, kind):
+    made = []
+    monkeypatch.setattr(DynamicCache, "__init__", lambda *given, **options: made.append(given))
+    folder = write_causal(tmp_path / kind, kind)
+    words = [f"model={folder}", f"data.tokenizer={folder / 'tokenizer.json'}", "model.context=16", "method=oelm"]
+    config = load_config(None, [w for w in words_for(write_corpus(tmp_path), tmp_path / "run", "train.max_steps=6")
+                                if not w.startswith(("model", "data.tokenizer"))] + words)  # fmt: skip
+    assert run_training(config, quiet=True)["status"] == "finished"
+    assert made == []
+    assert json.loads((folder / "config.json").read_text())["use_cache"] is True
+    assert json.loads((tmp_path / "run" / "best" / "config.json").read_text())["use_cache"] is True
+
+
+def test_compressed_gradients_need_processes_that_exchange_some():
+    with pytest.raises(ValueError, match="train.gradient_compression: .* not for one process; leave it out"):
+        start_accelerator(small("train.gradient_compression=bf16"))
 
 
 def test_determinism_is_asked_of_torch_and_recorded(tmp_path):

@@ -1,8 +1,8 @@
 """Causal attention with a bias that learns, where torch's own would be slow.
 
-A bias that needs a gradient sends torch's attention on a CPU to its plain path, which computes and keeps the masked half
-of the scores as well. Here queries are taken in strips, each against the keys it may see, and the bias gets its gradient
-from the strips as they pass. One head after another: what a strip needs then stays in the cache.
+A bias that needs a gradient sends torch's attention on a CPU to its plain path, which computes and keeps the masked
+half of the scores as well. Here queries are taken in strips, each against the keys it may see, and the bias gets its
+gradient from the strips as they pass. One head after another: what a strip needs then stays in the cache.
 
 On a GPU, in a layer that torch.compile has compiled, FlexAttention makes a kernel of its own that looks the bias up by
 distance, so that no (H, T, T) tensor is ever made, forward or backward.

@@ -25,7 +25,7 @@ AVERAGE = "average.safetensors"  # beside the weights, where the run averages th
 
 
 class Saver:
-    """Writes a run's checkpoints, in all processes of it: sharded tensors are gathered, and the one with `write` writes.
+    """Writes a run's checkpoints. All processes call it, for sharded tensors are gathered; the one with `write` writes.
 
     `beside`: a thread writes a copy of the state while steps go on. A kill then loses no more than the checkpoint that
     is being written; the two before it are untouched until it is whole.
@@ -45,12 +45,12 @@ class Saver:
         `average`: that of the weights, where the run keeps one. `after` is called when it is on the disk.
         """
         self.wait()
-        parts = [_tensors(model), [optimizer.state_dict() for optimizer in optimizers], average or {}]
-        copies = collected(parts, self.write, self.beside)
+        weights, states = _tensors(model), [optimizer.state_dict() for optimizer in optimizers]
+        copies = collected((weights, states, average or {}), self.write, self.beside)
         if not self.write:
             return
         copied = None
-        if self.beside and any(tensor.is_cuda for tensor in parts[0].values()):
+        if self.beside and any(tensor.is_cuda for tensor in weights.values()):
             copied = torch.cuda.Event()
             copied.record()  # steps that follow change the weights only after they are copied: the device keeps order
         if self.thread:
@@ -75,7 +75,7 @@ class Saver:
         if self.thread:
             self.thread.shutdown()
 
-    def _write(self, copies: list[Any], meta: dict[str, Any], copied: torch.cuda.Event | None) -> None:
+    def _write(self, copies: tuple[Any, Any, Any], meta: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         if copied is not None:
             copied.synchronize()
         _write_checkpoint(self.run, *copies, meta)

@@ -120,7 +120,7 @@ def train(
         meta = {"id": config.id, "trunk": trunk_name(config), **asdict(progress)}
         meta |= run.metrics_mark() if run else {}
         if freezer.steps:
-            meta["frozen"] = dict(inner.oelm_report.fingerprints)  # type: ignore[union-attr]
+            meta["frozen"] = dict(inner.oelm_report.fingerprints)  # type: ignore[union-attr, arg-type]
         if accelerator.scaler is not None:
             meta["scaler"] = accelerator.scaler.state_dict()
         saver.save(inner, optimizers, meta, average.weights)
