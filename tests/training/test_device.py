@@ -17,6 +17,7 @@ from oelm.config import load_config
 from oelm.method.surgery import apply_oelm
 from oelm.models.build import build_gpt
 from oelm.record import losses, read_metrics, read_run, record_text
+from oelm.training.audit import audit
 from oelm.training.clock import Clock
 from oelm.training.device import make_ready, repeated_blocks, start_accelerator
 from oelm.training.loop import train_step
@@ -100,7 +101,7 @@ def test_a_hugging_face_model_keeps_no_cache_in_training_and_its_config_as_it_ca
 
 
 def test_compressed_gradients_need_processes_that_exchange_some():
-    with pytest.raises(ValueError, match="train.gradient_compression: .* not for one process; leave it out"):
+    with pytest.raises(ValueError, match=r"train.gradient_compression: .* leave it out here \(NO, 1 process\)"):
         start_accelerator(small("train.gradient_compression=bf16"))
 
 
@@ -146,3 +147,17 @@ def test_processes_that_read_different_checkpoints_refuse_to_go_on(tmp_path):
     assert "process 0 stands at step 20" in done.stderr
     assert "process 1 at step 0" in done.stderr
     assert (before / "last" / "meta.json").read_text() == (tmp_path / "run0" / "last" / "meta.json").read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_that_sum_gradients_in_bf16_learn_nearly_the_same(tmp_path):
+    corpus, words = write_corpus(tmp_path), ["method=oelm-then-freeze"]  # whose wrapper is made anew on the way
+    run_training(tiny_config(corpus, tmp_path / "one", *words), quiet=True)
+    wish = "train.gradient_compression=bf16"
+    done = torchrun(words_for(corpus, tmp_path / "two", *words, wish), BF16_BY_GLOO="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (losses(read_metrics(tmp_path / name)) for name in ("one", "two"))
+    apart = [abs(a - b) for a, b in zip(one, two, strict=True)]
+    assert 2e-6 < max(apart) < 1e-2  # they are rounded
+    assert max(apart[-5:]) > 2e-6  # by the new wrapper as well
+    assert audit(tmp_path / "two")

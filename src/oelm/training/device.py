@@ -24,6 +24,8 @@ from ..config import RunConfig
 from ..runtime import best_device, choose_precision
 from .optim import make_optimizers
 
+COMPRESSING = (DistributedType.MULTI_GPU,)  # where torch has DDP's hook that sums in bf16
+
 
 def start_accelerator(config: RunConfig, **options: Any) -> Accelerator:
     """Accelerate on this machine's device, with what is global to the process (threads, TF32, determinism) set."""
@@ -45,11 +47,11 @@ def start_accelerator(config: RunConfig, **options: Any) -> Accelerator:
     hook = DDPCommunicationHookType.BF16 if config.train.gradient_compression else DDPCommunicationHookType.NO
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=hook)
     accelerator = Accelerator(mixed_precision=mixed, cpu=device.type == "cpu", kwargs_handlers=[ddp], **options)
-    by_ddp = accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if config.train.gradient_compression and not by_ddp:
+    if config.train.gradient_compression and accelerator.distributed_type not in COMPRESSING:
         raise ValueError(
-            "train.gradient_compression: is for gradients that several processes sum up by DDP, not for "
-            f"{'FSDP' if accelerator.num_processes > 1 else 'one process'}; leave it out"
+            "train.gradient_compression: is for gradients that the processes of several GPUs sum up by DDP; leave it "
+            f"out here ({accelerator.distributed_type.value}, {accelerator.num_processes} process"
+            f"{'es' * (accelerator.num_processes > 1)})"
         )
     return accelerator
 
