@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oelm.runtime import choose_precision, datasheet_peak, environment, measure_peak, peak_memory
+from oelm.runtime import choose_precision, datasheet_peak, environment, measure_peak, peak_memory, unused_gpu
 
 CPU = torch.device("cpu")
 
@@ -55,10 +55,21 @@ def test_the_threads_that_the_environment_asks_for_are_used_and_recorded(tmp_pat
     [
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
         ("NVIDIA H100 80GB HBM3", "tf32", 495e12), ("Tesla V100-SXM2-16GB", "bf16", None), ("NVIDIA L40", "fp32", None),
-        ("NVIDIA A1000", "fp32", None), ("NVIDIA L4", "fp32", 30.3e12),
+        ("NVIDIA A1000", "fp32", None), ("NVIDIA L4", "fp32", 30.3e12), ("NVIDIA H100 NVL", "bf16", 835e12),
+        ("NVIDIA H100 NVL", "fp32", None), ("NVIDIA H200 NVL", "bf16", None), ("NVIDIA H200", "bf16", 989e12),
+        ("Tesla V100-PCIE-16GB", "fp16", 112e12), ("Tesla V100-SXM2-16GB", "fp16", 125e12),
+        ("Tesla V100S-PCIE-32GB", "fp16", None),
     ],
 )  # fmt: skip
 def test_a_known_device_has_its_datasheets_peak(monkeypatch, name, precision, peak):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
     assert datasheet_peak(torch.device("cuda"), precision) == peak
     assert datasheet_peak(CPU, precision) is None
+
+
+def test_a_gpu_that_is_not_used_is_named(monkeypatch):
+    assert unused_gpu() is None
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    assert unused_gpu() == "Apple's MPS"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert unused_gpu() is None

@@ -173,6 +173,7 @@ class TrainConfig(Section):
     betas: tuple[float, float] = (0.9, 0.95)  # memory of AdamW's two averages
     average: float | None = Field(None, gt=0, lt=1)  # evaluate and save a moving average of the weights: its decay
     clip: float | None = Field(1.0, gt=0)  # largest norm of the gradient; null: no limit
+    gradient_compression: Literal["bf16"] | None = None  # several processes (DDP) add up their gradients in bf16
     layer_lr_decay: float = Field(1.0, gt=0, le=1)  # each layer below the top learns at this share of the one above
     vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple of lr
     eval_every: int = Field(200, ge=1)  # steps between evaluations; there is one at the end too
@@ -217,6 +218,7 @@ class SystemConfig(Section):
     deterministic: bool = False  # bits that repeat on CUDA too, slower; an error where a kernel cannot
     checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; default: at every evaluation
     checkpoint_seconds: float | None = Field(None, gt=0)  # seconds between checkpoints, besides
+    checkpoint_async: bool | None = None  # a thread writes checkpoints while steps go on; default: on a GPU
     keep: Literal["best", "last", "all"] = "best"  # a finished run's best model; and last/; and previous/
     log_every: int = Field(10, ge=1)  # steps between lines of metrics.jsonl
     prefixes: str | None = None  # folder of first steps that runs of several lengths share; a study sets it

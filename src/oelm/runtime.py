@@ -21,7 +21,9 @@ GPU_SIZE = 8192  # of the square product that measures a GPU: large enough to fi
 # Dense FLOP/s by the makers' datasheets, products added up in fp32: part of a device's name -> precision -> speed. A
 # longer name comes before a shorter one that it begins with.
 DATASHEETS: dict[str, dict[str, float]] = {
+    "H200 NVL": {},  # slower than the other; by how much is not known here
     "H200": {"fp32": 67e12, "tf32": 495e12, "bf16": 989e12, "fp16": 989e12},
+    "H100 NVL": {"bf16": 835e12, "fp16": 835e12},
     "H100 PCIe": {"fp32": 51e12, "tf32": 378e12, "bf16": 756e12, "fp16": 756e12},
     "H100": {"fp32": 67e12, "tf32": 495e12, "bf16": 989e12, "fp16": 989e12},
     "A100": {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
@@ -29,7 +31,8 @@ DATASHEETS: dict[str, dict[str, float]] = {
     "L4": {"fp32": 30.3e12, "tf32": 60e12, "bf16": 121e12, "fp16": 121e12},
     "A40": {"fp32": 37.4e12, "tf32": 74.8e12, "bf16": 149.7e12, "fp16": 149.7e12},
     "A10": {"fp32": 31.2e12, "tf32": 62.5e12, "bf16": 125e12, "fp16": 125e12},
-    "V100": {"fp32": 15.7e12, "fp16": 125e12},
+    "V100-SXM2": {"fp32": 15.7e12, "fp16": 125e12},
+    "V100-PCIE": {"fp32": 14e12, "fp16": 112e12},
     "T4": {"fp32": 8.1e12, "fp16": 65e12},
 }
 PACKAGES = ("oelm", "torch", "transformers", "accelerate", "tokenizers", "datasets", "numpy", "safetensors")
@@ -38,6 +41,14 @@ PACKAGES = ("oelm", "torch", "transformers", "accelerate", "tokenizers", "datase
 def best_device() -> torch.device:
     """CUDA (or ROCm, which torch calls so too) where there is one, else the CPU. Other kinds are not used."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def unused_gpu() -> str | None:
+    """A GPU of this machine that runs do not take, by its name; None where there is none, or CUDA is taken instead."""
+    if torch.cuda.is_available():
+        return None
+    others = {"Apple's MPS": torch.backends.mps.is_available(), "Intel's XPU": torch.xpu.is_available()}
+    return next((name for name, there in others.items() if there), None)
 
 
 def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:

@@ -7,14 +7,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from pretend import Gpu, forget_accelerator
+from tiny import write_causal
+from torch.nn.attention.flex_attention import BlockMask
 
 from oelm.config import parse_config
 from oelm.method.arms import ARMS
 from oelm.method.surgery import apply_oelm
+from oelm.models.biased import ByDistance
+from oelm.models.gpt import GPT, GPTConfig
 from oelm.training.clock import Clock
-from oelm.training.device import start_accelerator, upload
+from oelm.training.device import make_ready, start_accelerator, upload
 from oelm.training.loop import train_step
-from oelm.training.optim import make_optimizers
 from oelm.training.rehearsal import random_model, random_tokens
 
 POSITIONS = ("learned", "rotary", "relative")
@@ -35,8 +38,7 @@ def take(steps, config, accelerator, gpu):
     model, context, classes = random_model(config, VOCABULARY)
     apply_oelm(model, config.method.oelm(0))
     task = random_tokens(model, config.train.batch_size, context, classes)
-    model.to(accelerator.device)
-    prepared, *optimizers = accelerator.prepare(model, *make_optimizers(model, config.train))
+    prepared, optimizers = make_ready(model, config, accelerator)
     clock, taken = Clock(accelerator.device), []
     for step in range(steps):
         gpu.forget()
@@ -121,3 +123,35 @@ def test_the_wait_of_a_careless_loss_would_be_noticed(gpu, monkeypatch):
     monkeypatch.setattr(gpt, "chunked_loss", lambda *given: loss(*given) * float(torch.ones((), device="cuda")))
     on_the_device(gpu, arm="oelm")
     assert len(gpu.waits) == 2
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_step_of_a_hugging_face_model_does_not_wait_either(gpu, tmp_path, kind):
+    model = {"name": str(write_causal(tmp_path, kind, vocab=VOCABULARY))}
+    train = {"batch_size": 4, "accumulate": 2, "precision": "bf16", "max_steps": 1000}
+    config = parse_config({"model": model, "method": {"arm": "oelm"}, "train": train, "system": {"threads": 1}})
+    take(2, config, start_accelerator(config), gpu)
+    assert gpu.waits == []
+    assert gpu.uploads == 2 * [(2, 32)]  # two micro-batches, inputs and targets in one
+
+
+def test_a_compiled_layer_is_given_the_bias_by_distance(gpu, monkeypatch):
+    """FlexAttention itself has no kernel here; what it is given is on the device, and nobody waits for it."""
+    model = GPT(GPTConfig(vocab_size=VOCABULARY, context=16, n_layer=1, n_head=2, d_model=32, positions="relative"))
+    model.to("cuda")
+    seen = []
+    monkeypatch.setattr(type(model.blocks[0].attn), "forward", lambda self, x, mask, *rest: seen.append(mask) or x)
+    ids = torch.zeros(2, 16, dtype=torch.long, device="cuda")
+    model(ids)
+    model.blocks[0].compile(backend="eager")
+    model.blocks[0]._compiled_call_impl = model.blocks[0]._call_impl  # no compiler for this device
+    model(ids)  # makes the blocks
+    gpu.forget()
+    model(ids)
+    plain, _, by_distance = seen
+    assert plain.shape == (2, 16, 16)
+    assert isinstance(by_distance, ByDistance)
+    assert (by_distance.bias.shape, by_distance.bias.device.type) == ((2, 16), "cuda")
+    assert isinstance(by_distance.causal, BlockMask)
+    assert by_distance.causal.kv_num_blocks.device.type == "cuda"
+    assert gpu.waits == []

@@ -1,4 +1,5 @@
-"""Three small runs that faults befall: a language model, a fine-tuned encoder, and a schedule that freezes late."""
+"""Three small runs that faults befall: a language model, a fine-tuned encoder, and a schedule that freezes late, whose
+checkpoints are written by a thread."""
 
 import hashlib
 import io
@@ -17,6 +18,7 @@ from tiny import task_words, tiny_config, words_for, write_corpus, write_encoder
 from oelm.cli import main
 from oelm.config import load_config
 from oelm.record import evaluations, losses, read_metrics
+from oelm.training.checkpoint import Saver
 from oelm.training.run import run_training
 
 QUICK = ["model.n_layer=1", "train.max_steps=12", "train.warmup_steps=2", "train.eval_every=4", "train.eval_tokens=200",
@@ -42,7 +44,7 @@ def make_subjects(place: Path) -> list[Subject]:
     encoder, task = write_encoder(place / "encoder"), write_task(place / "task", rows=48)
     kinds = {
         "language model": words_for(corpus, place, *QUICK),
-        "schedule": words_for(corpus, place, *QUICK, "method=oelm", LATE),
+        "schedule": words_for(corpus, place, *QUICK, "method=oelm", LATE, "system.checkpoint_async=true"),
         "fine-tuning": task_words(encoder, task, place, "train.epochs=1", "train.eval_every=2",
                                   "system.checkpoint_every=2", "system.log_every=1", "system.keep=all"),
     }  # fmt: skip
@@ -59,9 +61,7 @@ def make_subjects(place: Path) -> list[Subject]:
 
 def _stop_half_way(subject: Subject) -> None:
     """As a full disk would: the run fails at the second half's first checkpoint, and can go on."""
-    import oelm.training.loop as loop
-
-    real, calls = loop.save_checkpoint, []
+    real, calls = Saver.save, []
 
     def breaks(*args, **kwargs):
         calls.append(1)
@@ -69,13 +69,13 @@ def _stop_half_way(subject: Subject) -> None:
             raise ValueError("no room")
         real(*args, **kwargs)
 
-    loop.save_checkpoint = breaks
+    Saver.save = breaks
     try:
         run_training(load_config(None, [*subject.words, f"out={subject.stopped}"]), quiet=True)
     except ValueError:
         pass
     finally:
-        loop.save_checkpoint = real
+        Saver.save = real
 
 
 def numbers(folder: Path) -> str:

@@ -3,9 +3,19 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import flex_attention as torch_flex
 
+from oelm.method.arms import ARMS
+from oelm.method.surgery import apply_oelm
 from oelm.models import gpt
-from oelm.models.biased import biased_attention, causal_bias
+from oelm.models.biased import (
+    ByDistance,
+    biased_attention,
+    causal_bias,
+    causal_blocks,
+    flex_fits,
+    flexible_attention,
+)
 from oelm.models.gpt import GPT, GPTConfig
 
 
@@ -99,3 +109,73 @@ def test_under_compile():
         losses.append((loss.item(), model.relative_bias.weight.grad))
     assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-4)
     torch.testing.assert_close(losses[0][1], losses[1][1], atol=1e-4, rtol=1e-3)
+
+
+@pytest.fixture
+def flex(monkeypatch):
+    """torch has FlexAttention's backward pass for GPUs alone, but its plain spelling runs anywhere."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *given: None)
+    monkeypatch.setattr(gpt, "flex_fits", lambda device, head_dim: True)
+
+
+def results_of(attend, tokens):
+    q, k, v, by_distance = inputs = leaves(tokens, size=16)
+    y = attend(q, k, v, by_distance)
+    y.mul(torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    return [y, *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("tokens", [5, 130])
+def test_flexible_attention_is_the_same_attention_without_a_graph_break(flex, tokens):
+    compiled = torch.compile(flexible_attention, fullgraph=True, backend="aot_eager")
+    blocks = causal_blocks(tokens, torch.device("cpu"))
+    found = results_of(lambda q, k, v, bias: compiled(q, k, v, ByDistance(bias, blocks)), tokens)
+    expected = results_of(lambda q, k, v, bias: biased_attention(q, k, v, causal_bias(bias)), tokens)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("arm", "heads"), [("baseline", 1), ("oelm-slices-gains", 2)])
+def test_compiled_layers_with_flexible_attention_learn_the_same(flex, arm, heads, precision):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=50, context=24, n_layer=2, n_head=heads, d_model=32, positions="relative"))
+    apply_oelm(model, ARMS[arm])
+    with torch.no_grad():
+        model.relative_bias.weight.normal_()
+    other, ids = copy.deepcopy(model), torch.randint(50, (3, 24))
+    for block in other.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for each in (model, other):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
+            each(ids, labels=ids).loss.backward()
+    within = {"atol": 1e-5, "rtol": 1e-4} if precision is torch.float32 else {"atol": 2e-2, "rtol": 0.1}
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        if a.requires_grad:
+            torch.testing.assert_close(b.grad, a.grad, msg=name, **within)
+    assert other.relative_bias.weight.grad.abs().sum() > 0
+
+
+def test_flexible_attention_is_for_gpus_that_have_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu, capability = torch.device("cuda"), (8, 0)
+    assert flex_fits(gpu, 16)
+    assert not flex_fits(gpu, 8)
+    assert not flex_fits(torch.device("cpu"), 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert not flex_fits(gpu, 16)
+    capability = (7, 5)
+    assert not flex_fits(gpu, 16)
+
+
+def test_a_bias_is_cast_once_for_all_layers():
+    model = GPT(GPTConfig(vocab_size=50, context=24, n_layer=3, n_head=2, d_model=32, positions="relative"))
+    seen = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, given: seen.append(given[1]))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.zeros(1, 24, dtype=torch.long))
+    assert {mask.dtype for mask in seen} == {torch.bfloat16}
+    assert len({id(mask) for mask in seen}) == 1

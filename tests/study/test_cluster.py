@@ -17,7 +17,8 @@ from tiny import write_corpus
 from oelm.record import is_claimed, losses, read_metrics, read_run
 from oelm.study.cluster import _mark, _run_and_pack, bring_home, run_on_ray
 from oelm.study.execute import run_local, run_study
-from oelm.study.plan import Execution, comparison_runs, load_study
+from oelm.study.gpus import Execution
+from oelm.study.plan import comparison_runs, load_study
 from oelm.study.watch import look
 
 
@@ -68,11 +69,11 @@ def test_a_node_works_in_the_runs_folder_if_it_reaches_it_and_says_so_if_not(stu
     cell = comparison_runs(load_study(study_file, ["lr=null", "base.train.max_steps=20"]), {})[0]
     cell.folder.mkdir(parents=True)
     given = cell.config, os.getcwd(), False
-    files, node = _run_and_pack(*given, "another folder's word", False)
+    files, node = _run_and_pack(*given, "another folder's word", 0)
     assert node == socket.gethostname()
     assert not (cell.folder / ".node").exists()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"  # no GPU was asked for
-    again, node = _run_and_pack(*given, _mark(cell.folder), False)
+    again, node = _run_and_pack(*given, _mark(cell.folder), 0)
     assert node is None
     assert (cell.folder / ".node" / "run.json").exists()
     assert files.keys() == again.keys()
@@ -108,8 +109,8 @@ class Cluster:
         self.start("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={folder}")
         self.wait_for(1)
 
-    def add_node(self):
-        self.start(f"--address={self.address}", "--num-cpus=1")
+    def add_node(self, *words):
+        self.start(f"--address={self.address}", "--num-cpus=1", *words)
 
     def start(self, *words):
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address=127.0.0.1"]
@@ -215,3 +216,24 @@ def test_a_driver_asked_to_end_gives_its_claims_back_and_ends_with_143(cluster, 
     assert process.returncode == 143, errors
     assert "Traceback" not in errors
     assert not any(is_claimed(cell.folder) for cell in cells)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cluster_takes_two_gpus_in_two_processes(cluster, study_file, monkeypatch):
+    """The node says that it has GPUs: Ray gives them out, and the processes find CPUs in their place."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    cluster.add_node("--num-gpus=2")
+    cluster.wait_for(2)
+    words = ["lr=null", "seeds=[0]", "base.train.max_steps=40", "base.train.eval_every=20"]
+    study, said = load_study(study_file, [*words, "execution.gpus_per_run=2"]), []
+    assert run_study(study, on="ray", address=cluster.address, say=said.append) == {}
+    cells = comparison_runs(study, {})
+    assert [read_run(cell.folder)["processes"] for cell in cells] == [2, 2]
+    assert not [line for line in said if "GPU" in line]
+    # and with none asked for, one process, and a word about the GPUs that are there
+    alone = load_study(study_file, [*words, f"base.system.runs_dir={study_file.parent / 'alone'}"])
+    assert run_study(alone, on="ray", address=cluster.address, say=said.append) == {}
+    assert sum("the cluster has GPUs, and execution.gpus_per_run is 0" in line for line in said) == 1
+    for cell, other in zip(cells, comparison_runs(alone, {}), strict=True):
+        assert read_run(other.folder)["processes"] == 1
+        assert losses(read_metrics(cell.folder)) == pytest.approx(losses(read_metrics(other.folder)), abs=1e-3)

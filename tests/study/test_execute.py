@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from oelm.cli import app
 from oelm.record import evaluations, read_metrics, read_run
 from oelm.study.execute import run_local, run_study, share_cores
-from oelm.study.plan import Execution, comparison_runs, load_study, search_runs
+from oelm.study.gpus import Execution
+from oelm.study.plan import comparison_runs, load_study, search_runs
 from oelm.study.watch import look, planned
 
 CORES = len(os.sched_getaffinity(0))
@@ -142,6 +143,43 @@ def test_slots_times_threads_fill_the_cores():
     assert share_cores(Execution(), CORES) == (1, CORES)
     assert share_cores(Execution(slots=1), 1) == (1, 1)  # as the study says
     assert share_cores(Execution(runs_per_gpu=2), None, gpus=3) == (6, max(1, CORES // 6))
+    assert share_cores(Execution(gpus_per_run=2), None, gpus=5)[0] == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_takes_two_gpus_is_two_processes(study_file, monkeypatch):
+    """The machine has none: both processes find a CPU, and each other."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    study = load_study(study_file(seeds=[0]), ["execution.gpus_per_run=2"])
+    cells, seen = comparison_runs(study, {}), []
+
+    def gpus():
+        return {"GPU-a": 1.0, "GPU-b": 1.0, "GPU-c": 1.0}
+
+    tick = lambda: seen.append(len(in_flight()))  # noqa: E731
+    assert run_local(cells, study.execution, say=lambda _: None, gpus=gpus, tick=tick) == {}
+    assert max(seen) == 1  # the third GPU is not enough for another
+    assert len(cells) == 2
+    for cell in cells:
+        record = read_run(cell.folder)
+        assert (record["status"], record["processes"]) == ("finished", 2)
+    alone = load_study(study_file(seeds=[0]), [f"base.system.runs_dir={study.folder.parent / 'alone'}"])
+    assert run_local(comparison_runs(alone, {}), alone.execution, say=lambda _: None) == {}
+    for cell, other in zip(cells, comparison_runs(alone, {}), strict=True):
+        ours, theirs = (evaluations(read_metrics(c.folder))[-1]["loss"] for c in (cell, other))
+        assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_two_processes_of_a_run_that_fails_say_why_once(study_file, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    words = ["execution.gpus_per_run=2", "arms={baseline: {model: {context: 100000}}}"]
+    cells = comparison_runs(study := load_study(study_file(seeds=[0]), words), {})
+    problems = run_local(cells, study.execution, say=lambda _: None, gpus=lambda: {"GPU-a": 1.0, "GPU-b": 1.0})
+    assert list(problems) == [cells[0].folder]
+    assert "shorter than one context" in problems[cells[0].folder] or "context" in problems[cells[0].folder]
+    with pytest.raises(ValueError, match="execution.gpus_per_run: 2, and this machine shows 1"):
+        run_local(cells, study.execution, say=lambda _: None, gpus=lambda: {"GPU-a": 1.0})
 
 
 def test_runs_queue_for_a_gpu_and_start_when_it_falls_free(study_file):

@@ -7,8 +7,7 @@ from types import ModuleType
 import pytest
 
 from oelm.study import gpus
-from oelm.study.gpus import Device, GpuClaims, give, gpu_memory, pick_gpu, visible
-from oelm.study.plan import Execution
+from oelm.study.gpus import Device, Execution, GpuClaims, give, gpu_memory, pick_gpu, visible
 
 Memory = namedtuple("Memory", "free total")
 WHOLE = [Device(f"GPU-{name}", 0.9, i, f"GPU-{name}", "A100") for i, name in enumerate(("aa11", "aa22", "bb33"))]
@@ -138,9 +137,11 @@ def test_without_a_driver_that_answers_torch_counts(machine, monkeypatch, tmp_pa
 
 def test_a_run_is_shown_its_gpu_alone_and_a_cpu_run_none(machine, monkeypatch):
     machine(CUDA_VISIBLE_DEVICES="0,1", HIP_VISIBLE_DEVICES="0,1")
-    give("GPU-b")
+    give(["GPU-b"])
     assert {gpus.os.environ[name] for name in gpus.VISIBLE} == {"GPU-b"}
-    give(None)
+    give(["GPU-b", "GPU-c"])
+    assert {gpus.os.environ[name] for name in gpus.VISIBLE} == {"GPU-b,GPU-c"}
+    give([])
     assert {gpus.os.environ[name] for name in gpus.VISIBLE} == {"-1"}
 
 

@@ -172,3 +172,25 @@ def test_scale_cpu_takes_the_files_own_overrides_under_another_name(load):
 def test_sections_merge_and_shorthands_keep_the_other_fields():
     merged = merge({"data": {"corpus": "a", "tokenizer": "bytes"}, "seeds": [1, 2]}, {"data": "b", "seeds": [3]})
     assert merged == {"data": {"corpus": "b", "tokenizer": "bytes"}, "seeds": [3]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["execution.gpus_per_run=1.5"], "gpus_per_run: 1.5 is neither a share of a GPU nor a number of them"),
+        (["execution.gpus_per_run=2", "execution.runs_per_gpu=2"], "runs that take several GPUs do not share them"),
+        (["execution.gpus_per_run=3", "base.train.batch_size=8"], "8 does not divide into 3 equal parts"),
+        (
+            ["execution.gpus_per_run=2", "base.train.batch_size=6", "base.train.accumulate=2"],
+            r"6 does not divide into 4 equal parts \(execution.gpus_per_run: 2, 2 micro-batches each\)",
+        ),
+    ],
+)
+def test_gpus_that_a_run_cannot_take_are_refused_in_the_plan(load, words, message):
+    with pytest.raises(ValueError, match=message):
+        load(*words)
+
+
+def test_a_run_may_take_a_share_of_a_gpu_or_several(load):
+    assert load("execution.gpus_per_run=0.5").execution.processes == 1
+    assert load("execution.gpus_per_run=2", "base.train.batch_size=8").execution.processes == 2

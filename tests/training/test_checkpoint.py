@@ -1,13 +1,19 @@
+import errno
 import json
 import pickle
+import threading
+import time
 import weakref
 
 import pytest
 import torch
+from tiny import tiny_config, write_corpus
 from torch import nn
 
 from oelm.integrity import check_folder, seal_folder, sealed
-from oelm.training.checkpoint import collected, find_best, load_checkpoint, replace_folder, save_checkpoint
+from oelm.record import read_metrics, read_run
+from oelm.training import checkpoint
+from oelm.training.checkpoint import Saver, collected, find_best, load_checkpoint, replace_folder
 
 
 def state(value):
@@ -17,6 +23,10 @@ def state(value):
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     return model, [optimizer]
+
+
+def save_checkpoint(run, *given):
+    Saver(run, write=True, beside=False).save(*given)
 
 
 def warnings_of(run):
@@ -196,3 +206,76 @@ def test_what_is_collected_keeps_its_ties():
     assert kept["a"] is kept["b"]
     assert kept["c"] is not kept["a"]
     assert not kept["a"].requires_grad
+
+
+def test_a_thread_writes_the_state_of_the_moment_whatever_follows(tmp_path, monkeypatch):
+    go, seal = threading.Event(), checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *given: go.wait(10) and seal(*given))
+    model, optimizers = state(1.0)
+    saver = Saver(tmp_path, write=True, beside=True)
+    saver.save(model, optimizers, {"step": 1}, {"weight": (average := torch.ones(2))})
+    assert saver.is_writing()
+    for _ in range(3):  # steps, in place
+        model(torch.ones(1, 3)).sum().backward()
+        optimizers[0].step()
+        average.mul_(2)
+    assert not (tmp_path / "last").exists()
+    go.set()
+    saver.wait()
+    assert not saver.is_writing()
+    saver.close()
+    meta, found, _ = warnings_of(tmp_path)
+    assert meta["step"] == 1
+    assert torch.equal(found.weight, state(1.0)[0].weight)
+    kept = torch.load(tmp_path / "last" / "optimizer.pt", weights_only=True)[0]["state"][0]
+    assert kept["step"] == 1
+    assert torch.equal(checkpoint.load_file(tmp_path / "last" / checkpoint.AVERAGE)["weight"], torch.ones(2))
+
+
+def no_room(*given):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_a_thread_cannot_write_is_an_error_at_the_next_step(tmp_path, monkeypatch):
+    saver = Saver(tmp_path, write=True, beside=True)
+    saver.save(*state(1.0), {"step": 1})
+    saver.wait()
+    monkeypatch.setattr(checkpoint, "seal_folder", no_room)
+    saver.save(*state(2.0), {"step": 2})
+    saver.thread.shutdown()
+    with pytest.raises(ValueError, match=r"cannot be written \(.*No space left.*what was saved before is kept"):
+        saver.is_writing()
+    saver.close()
+    assert not (tmp_path / ".saving").exists()
+    assert warnings_of(tmp_path)[0]["step"] == 1
+
+
+def run_beside(tmp_path, *more):
+    words = ["system.checkpoint_async=true", "train.max_steps=39", "train.eval_every=39", "system.checkpoint_every=20"]
+    config = tiny_config(write_corpus(tmp_path), tmp_path / "run", *words, *more)
+    from oelm.training.run import run_training
+
+    return run_training(config, quiet=True)
+
+
+def test_steps_go_on_during_a_slow_write_and_are_not_measured(tmp_path, monkeypatch):
+    seal = checkpoint.seal_folder
+    monkeypatch.setattr(checkpoint, "seal_folder", lambda *given: (time.sleep(2), seal(*given)))
+    run_beside(tmp_path)
+    metrics = read_metrics(tmp_path / "run")
+    stood_still = [line["seconds"] for line in metrics if line["kind"] == "checkpoint"]
+    assert stood_still[0] < 1 < stood_still[1]  # the last one is waited for
+    trained = [(line["step"], line["warmup"], len(line["loss"])) for line in metrics if line["kind"] == "train"]
+    measured = [step for step, warmup, steps in trained if warmup < steps]
+    assert measured == [15, 20]  # after the first ten, and before the thread began
+
+
+def test_a_disk_that_fills_up_beside_the_steps_ends_the_run_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "seal_folder", no_room)
+    with pytest.raises(ValueError, match="cannot be written .*Make room, then repeat the command"):
+        run_beside(tmp_path)
+    record = read_run(tmp_path / "run")
+    assert record["status"] == "failed"
+    assert len([line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]) == 0
+    monkeypatch.undo()
+    assert run_beside(tmp_path)["status"] == "finished"

@@ -1,5 +1,6 @@
 """A model on its device: compiled layers, checkpointed activations, determinism, processes that must agree."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny import tiny_config, words_for, write_corpus
-from transformers import BertConfig, BertForSequenceClassification
+from tiny import tiny_config, words_for, write_causal, write_corpus
+from transformers import BertConfig, BertForSequenceClassification, DynamicCache
 
 from oelm.config import load_config
 from oelm.method.surgery import apply_oelm
 from oelm.models.build import build_gpt
 from oelm.record import losses, read_metrics, read_run, record_text
+from oelm.training.audit import audit
 from oelm.training.clock import Clock
 from oelm.training.device import make_ready, repeated_blocks, start_accelerator
 from oelm.training.loop import train_step
@@ -87,6 +89,25 @@ def test_a_model_that_cannot_checkpoint_its_activations_is_refused():
         make_ready(torch.nn.Linear(2, 2), config, Accelerator(cpu=True))
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_hugging_face_model_keeps_no_cache_in_training_and_its_config_as_it_came(tmp_path, monkeypatch, kind):
+    made = []
+    monkeypatch.setattr(DynamicCache, "__init__", lambda *given, **options: made.append(given))
+    folder = write_causal(tmp_path / kind, kind)
+    words = [f"model={folder}", f"data.tokenizer={folder / 'tokenizer.json'}", "model.context=16", "method=oelm"]
+    config = load_config(None, [w for w in words_for(write_corpus(tmp_path), tmp_path / "run", "train.max_steps=6")
+                                if not w.startswith(("model", "data.tokenizer"))] + words)  # fmt: skip
+    assert run_training(config, quiet=True)["status"] == "finished"
+    assert made == []
+    assert json.loads((folder / "config.json").read_text())["use_cache"] is True
+    assert json.loads((tmp_path / "run" / "best" / "config.json").read_text())["use_cache"] is True
+
+
+def test_compressed_gradients_need_processes_that_exchange_some():
+    with pytest.raises(ValueError, match=r"train.gradient_compression: .* leave it out here \(NO, 1 process\)"):
+        start_accelerator(small("train.gradient_compression=bf16"))
+
+
 def test_determinism_is_asked_of_torch_and_recorded(tmp_path):
     config = tiny_config(write_corpus(tmp_path), tmp_path / "run", "system.deterministic=true", "train.max_steps=6")
     record = run_training(config, quiet=True)
@@ -129,3 +150,17 @@ def test_processes_that_read_different_checkpoints_refuse_to_go_on(tmp_path):
     assert "process 0 stands at step 20" in done.stderr
     assert "process 1 at step 0" in done.stderr
     assert (before / "last" / "meta.json").read_text() == (tmp_path / "run0" / "last" / "meta.json").read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_that_sum_gradients_in_bf16_learn_nearly_the_same(tmp_path):
+    corpus, words = write_corpus(tmp_path), ["method=oelm-then-freeze"]  # whose wrapper is made anew on the way
+    run_training(tiny_config(corpus, tmp_path / "one", *words), quiet=True)
+    wish = "train.gradient_compression=bf16"
+    done = torchrun(words_for(corpus, tmp_path / "two", *words, wish), BF16_BY_GLOO="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (losses(read_metrics(tmp_path / name)) for name in ("one", "two"))
+    apart = [abs(a - b) for a, b in zip(one, two, strict=True)]
+    assert 2e-6 < max(apart) < 1e-2  # they are rounded
+    assert max(apart[-5:]) > 2e-6  # by the new wrapper as well
+    assert audit(tmp_path / "two")

@@ -70,10 +70,11 @@ def assert_same_run(a, b):
 
 
 @pytest.mark.slow
-def test_killed_at_random_points_it_ends_bit_identical(corpus, uninterrupted, tmp_path):
-    out, rng, kills = tmp_path / "run", random.Random(1), 0
+@pytest.mark.parametrize("beside", ["false", "true"])
+def test_killed_at_random_points_it_ends_bit_identical(corpus, uninterrupted, tmp_path, beside):
+    out, rng, kills, thread = tmp_path / "run", random.Random(1), 0, f"system.checkpoint_async={beside}"
     while kills < 5:
-        process = start(corpus, out)
+        process = start(corpus, out, thread)
         seen = len(read_metrics(out)) if out.exists() else 0
         target = seen + rng.randint(1, 6)
         while process.poll() is None and not (out.exists() and _lines(out) > target):
@@ -85,7 +86,7 @@ def test_killed_at_random_points_it_ends_bit_identical(corpus, uninterrupted, tm
         process.communicate()
         kills += 1
     assert kills >= 3, "the run ended before it could be killed often enough"
-    code, _, errors = finish(corpus, out)
+    code, _, errors = finish(corpus, out, thread)
     assert code == 0, errors
     assert_same_run(out, uninterrupted)
     record = read_run(out)

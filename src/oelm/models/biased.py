@@ -1,20 +1,26 @@
-"""Causal attention with a bias that learns, on a CPU.
+"""Causal attention with a bias that learns, where torch's own would be slow.
 
-A bias that needs a gradient sends torch's attention to its plain path, which computes and keeps the masked half of the
-scores as well. Here queries are taken in strips, each against the keys it may see, and the bias gets its gradient from
-the strips as they pass. One head after another: what a strip needs then stays in the cache.
+A bias that needs a gradient sends torch's attention on a CPU to its plain path, which computes and keeps the masked
+half of the scores as well. Here queries are taken in strips, each against the keys it may see, and the bias gets its
+gradient from the strips as they pass. One head after another: what a strip needs then stays in the cache.
+
+On a GPU, in a layer that torch.compile has compiled, FlexAttention makes a kernel of its own that looks the bias up by
+distance, so that no (H, T, T) tensor is ever made, forward or backward.
 
 Shapes: B batch   H heads   T tokens   D head_dim
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+SMALLEST_HEAD = 16  # of a FlexAttention kernel
 STRIP = 64  # queries at a time: half of this is computed in vain on the diagonal, less makes the products too thin
 
 
@@ -24,6 +30,39 @@ def causal_bias(by_distance: Tensor) -> Tensor:
     future = by_distance.new_full((heads, tokens - 1), float("-inf"))
     line = torch.cat([by_distance.flip(1), future], 1)  # entry T - 1 - d is the bias at distance d
     return line.unfold(1, tokens, 1).flip(1)
+
+
+class ByDistance(NamedTuple):
+    """A bias as FlexAttention takes it."""
+
+    bias: Tensor  # (H, T) per head and distance back
+    causal: BlockMask
+
+
+def flex_fits(device: torch.device, head_dim: int) -> bool:
+    """Whether FlexAttention has kernels for it. Its gradient of the bias adds up in no fixed order."""
+    if device.type != "cuda" or head_dim < SMALLEST_HEAD or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def causal_blocks(tokens: int, device: torch.device) -> BlockMask:
+    """Which blocks of scores have a past to look at: the same in every layer and step."""
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device=str(device))
+
+
+def flexible_attention(q: Tensor, k: Tensor, v: Tensor, by_distance: ByDistance) -> Tensor:
+    """The same as `biased_attention` with the bias spelt out; to be called in a compiled layer."""
+    bias = by_distance.bias
+
+    def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + bias[h, (i - j).clamp(min=0)]
+
+    # autocast does not reach it: a query that is a slice of the residual stream comes in full precision
+    y = flex_attention(q.to(v.dtype), k.to(v.dtype), v, score_mod=add_bias, block_mask=by_distance.causal)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -73,6 +73,8 @@ def arguments(model_is_ours: bool, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"input_ids": x, "shift_labels": y}
     # Hugging Face's models shift labels themselves, so the last target must be an input as well.
     ids = torch.cat([x, y[:, -1:].clamp(min=0)], 1)
+    if bool((y >= 0).all()):
+        return {"input_ids": ids, "labels": ids}  # of which they ignore the first; one copy to a device
     return {"input_ids": ids, "labels": torch.cat([torch.full_like(y[:, :1], -100), y], 1)}
 
 

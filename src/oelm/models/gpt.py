@@ -19,7 +19,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ..method.pair import query_and_key
-from .biased import biased_attention, causal_bias
+from .biased import ByDistance, biased_attention, causal_bias, causal_blocks, flex_fits, flexible_attention
 from .loss import IGNORE, chunked_loss
 
 Rotary = tuple[Tensor, Tensor]  # cosine and sine
@@ -127,7 +127,9 @@ class GPTAttention(nn.Module):
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
 
-    def forward(self, x: Tensor, mask: Tensor | None, rotary: Rotary | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | ByDistance | None, rotary: Rotary | None, cache: Cache | None
+    ) -> Tensor:
         q, k = query_and_key(self.q_proj, self.k_proj, x)  # (B, T, C)
         q = self.q_norm(self.heads(q))  # (B, H, T, D)
         k = self.k_norm(self.heads(k))  # (B, H, T, D)
@@ -136,7 +138,9 @@ class GPTAttention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
-        if mask is not None and mask.ndim == 3 and mask.requires_grad and _plain_on_cpu(q, mask):
+        if isinstance(mask, ByDistance):
+            y = flexible_attention(q, k, v, mask)  # (B, H, T, D)
+        elif mask is not None and mask.ndim == 3 and mask.requires_grad and _plain_on_cpu(q, mask):
             y = biased_attention(q, k, v, mask)  # (B, H, T, D)
         else:
             # No mask and one query means a token that may look at the whole cache.
@@ -168,7 +172,7 @@ class GPTBlock(GradientCheckpointingLayer):
         self.mlp = GPTMLP(config)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, rotary: Rotary | None, past_key_values: Cache | None = None
+        self, x: Tensor, mask: Tensor | ByDistance | None, rotary: Rotary | None, past_key_values: Cache | None = None
     ) -> Tensor:
         x = x + self.attn(self.ln_1(x), mask, rotary, past_key_values)
         return x + self.mlp(self.ln_2(x))  # (B, T, C)
@@ -263,10 +267,10 @@ class GPT(PreTrainedModel, GenerationMixin):
 
     def _attention_mask(
         self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None, past: int
-    ) -> Tensor | None:
-        """What SDPA needs beyond `is_causal`: nothing, a boolean mask, or a bias, -inf where masked.
+    ) -> Tensor | ByDistance | None:
+        """What attention needs beyond `is_causal`: nothing, a boolean mask, or a bias, -inf where masked.
 
-        A bias of three dimensions masks the future and nothing else.
+        A bias of three dimensions, or by distance, masks the future and nothing else.
         """
         relative = self.config.positions == "relative"
         mask = None
@@ -276,14 +280,23 @@ class GPT(PreTrainedModel, GenerationMixin):
             )  # (B, 1, T, S)
         if not relative:
             return mask
+        # Cast once, as the layers would each.
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         if mask is None:
             distances = torch.arange(x.shape[1], device=x.device)
-            return causal_bias(self.relative_bias(distance_buckets(distances)).T).to(x.dtype)  # (H, T, T)
+            by_distance = self.relative_bias(distance_buckets(distances)).T  # (H, T)
+            is_compiled = self.blocks[0]._compiled_call_impl is not None
+            if is_compiled and flex_fits(x.device, self.config.d_model // self.config.n_head):
+                # A copy: to a view FlexAttention gives no gradient, and says nothing (torch 2.13).
+                table = by_distance.clone(memory_format=torch.contiguous_format)
+                return ByDistance(table, causal_blocks(x.shape[1], x.device))
+            return causal_bias(by_distance).to(dtype)  # (H, T, T)
         n_keys = mask.shape[-1]
         queries = torch.arange(past, past + x.shape[1], device=x.device)
         distance = queries[:, None] - torch.arange(n_keys, device=x.device)  # (T, S)
         bias = self.relative_bias(distance_buckets(distance)).permute(2, 0, 1)[None]  # (1, H, T, S)
-        return bias.masked_fill(~mask, float("-inf")).to(x.dtype)  # (B, H, T, S)
+        return bias.masked_fill(~mask, float("-inf")).to(dtype)  # (B, H, T, S)
 
 
 def _plain_on_cpu(q: Tensor, bias: Tensor) -> bool:

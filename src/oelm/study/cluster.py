@@ -22,8 +22,8 @@ from ..config import RunConfig
 from ..integrity import TRUST, trusts_remote_code
 from ..record import claimed, is_claimed, record_text
 from .execute import handling
-from .gpus import give
-from .plan import Cell, Execution
+from .gpus import Execution, give
+from .plan import Cell
 from .watch import look, unsettled
 
 RETRIES = 3  # of a run whose node or worker dies; on a disk that all nodes reach it goes on, else it starts anew
@@ -53,9 +53,11 @@ def run_on_ray(
         resources["runtime_env"] = {"env_vars": {TRUST: "1"}}
     if not execution.gpus_per_run and ray.cluster_resources().get("GPU"):
         say("the cluster has GPUs, and execution.gpus_per_run is 0: the runs take CPUs")
+    if execution.gpus_per_run > max((node["Resources"].get("GPU", 0) for node in ray.nodes()), default=0):
+        say(f"no node has the {execution.gpus_per_run:g} GPUs that a run takes: the runs wait until one has")
     task = ray.remote(**resources, max_retries=RETRIES, max_calls=1)(_run_and_pack)
     alone: set[str] = set()  # nodes that do not reach our folders
-    gpu = execution.gpus_per_run > 0
+    processes = execution.processes if execution.gpus_per_run else 0
     tokens = _tokens_so_far(cells)
     waiting, elsewhere, flying = deque(queue), list[Cell](), dict[Any, tuple[Cell, ExitStack]]()
     done = len(cells) - len(queue)
@@ -81,7 +83,7 @@ def run_on_ray(
                     claim.close()
                     continue
                 token = _mark(cell.folder)
-                flying[task.remote(cell.config, os.getcwd(), keep_model, token, gpu)] = cell, claim
+                flying[task.remote(cell.config, os.getcwd(), keep_model, token, processes)] = cell, claim
             ready = ray.wait(list(flying), num_returns=1, timeout=1.0)[0] if flying else []
             for ref in ready:
                 cell, claim = flying.pop(ref)
@@ -147,18 +149,20 @@ def _mark(folder: Path) -> str:
     return token
 
 
-def _run_and_pack(config: RunConfig, home: str, keep_model: bool, token: str, gpu: bool) -> tuple[Files, str | None]:
-    """On a node: one run, and the node's name if it does not reach the run's folder at home.
+def _run_and_pack(
+    config: RunConfig, home: str, keep_model: bool, token: str, processes: int
+) -> tuple[Files, str | None]:
+    """On a node: one run on so many GPUs, and the node's name if it does not reach the run's folder at home.
 
     Where it does, the run works inside that folder, so that a second try elsewhere goes on from the first one's
     checkpoint; else in a scratch folder of the node's own. A run that failed comes back as such, with its traceback.
     """
-    from ..training.run import run_training
+    from ..training.launch import run_in_processes
 
     if os.path.isdir(home):  # so that relative paths mean on a shared disk what they mean at home
         os.chdir(home)
-    if not gpu:
-        give(None)
+    if not processes:
+        give([])
     mark = config.folder / MARK
     shared = mark.is_file() and mark.read_text() == token
     with tempfile.TemporaryDirectory(prefix="oelm-") as scratch:
@@ -168,7 +172,8 @@ def _run_and_pack(config: RunConfig, home: str, keep_model: bool, token: str, gp
             time.sleep(1.0)
         try:
             system = config.system.model_copy(update={"prefixes": None})  # a node's disk is its own
-            run_training(config.model_copy(update={"out": str(folder), "system": system}), quiet=True)
+            placed = config.model_copy(update={"out": str(folder), "system": system})
+            run_in_processes(placed, max(1, processes), quiet=True)
         except Exception:
             record = folder / "run.json"
             if not record.exists() or json.loads(record.read_text())["status"] != "failed":

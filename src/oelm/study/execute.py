@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 from ..config import RunConfig
 from ..record import is_claimed
-from ..training.prefix import TrunkBusy, drop_unneeded, trunk_folder
-from .gpus import GpuClaims, give, gpu_memory, pick_gpu
-from .plan import Cell, Execution, StudyConfig, check_runs, choose, comparison_runs, groups
+from ..training.prefix import drop_unneeded, trunk_folder
+from .gpus import Execution, GpuClaims, give, gpu_memory, pick_gpu
+from .plan import Cell, StudyConfig, check_runs, choose, comparison_runs, groups
 from .watch import begin, compared, diverged, look, losses, searched, unsettled
 
 BUSY = 75  # exit code of a child that found its run taken
@@ -100,7 +100,7 @@ def run_local(
 class _Child:
     cell: Cell
     process: BaseProcess
-    gpu: str | None
+    gpus: Sequence[str]
     started: float = field(default_factory=time.monotonic)
 
 
@@ -122,6 +122,8 @@ class _Launcher:
     def run(self) -> None:
         gpus, threads = len(self.gpus()), self.queue[0].config.system.threads
         self.on_gpu = gpus > 0
+        if 0 < gpus < self.execution.processes:
+            raise ValueError(f"execution.gpus_per_run: {self.execution.processes}, and this machine shows {gpus}")
         self.slots, self.threads = share_cores(self.execution, threads, gpus)
         # CUDA does not survive a fork; without a GPU a fork spares each run the seconds of importing torch.
         self.context: Any = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
@@ -154,7 +156,7 @@ class _Launcher:
                 self.children.remove(child)
                 child.process.join()
                 self._ended(child)
-            self.claims.keep({child.gpu for child in self.children if child.gpu})
+            self.claims.keep(self._in_use().keys())
             if time.monotonic() - looked >= TICK:
                 looked = time.monotonic()
                 self._look_elsewhere()
@@ -163,11 +165,9 @@ class _Launcher:
     def _start(self) -> None:
         """Starts runs while there is room."""
         while len(self.children) < self.slots and self._next_to_front():
-            gpu = None
-            if self.on_gpu:
-                gpu = self._take_gpu()
-                if gpu is None:
-                    return
+            gpus: Sequence[str] = ()
+            if self.on_gpu and not (gpus := self._take_gpus()):
+                return
             cell = self.queue.popleft()
             seen = look(cell)
             if is_claimed(cell.folder):
@@ -176,9 +176,9 @@ class _Launcher:
                 self._over(cell)
             else:
                 config = self._placed(cell)
-                process = self.context.Process(target=_child, args=(config, gpu), name=cell.folder.name)
+                process = self.context.Process(target=_child, args=(config, gpus), name=cell.folder.name)
                 process.start()
-                self.children.append(_Child(cell, process, gpu))
+                self.children.append(_Child(cell, process, gpus))
 
     def _placed(self, cell: Cell) -> RunConfig:
         """The run as it is going to be started."""
@@ -202,12 +202,20 @@ class _Launcher:
             self.trunks[cell.folder] = trunk_folder(self._placed(cell))
         return self.trunks[cell.folder]
 
-    def _take_gpu(self) -> str | None:
-        """A GPU with room that no other launcher of ours on this machine has claimed."""
-        free, ours = self.gpus(), Counter(c.gpu for c in self.children if c.gpu)
-        while (gpu := pick_gpu(free, ours, self.execution)) is not None and not self.claims.take(gpu):
+    def _take_gpus(self) -> Sequence[str]:
+        """As many GPUs with room as a run takes, claimed by no other launcher of ours on this machine; or none."""
+        free, ours, taken = self.gpus(), self._in_use(), list[str]()
+        while len(taken) < self.execution.processes and (gpu := pick_gpu(free, ours, self.execution)) is not None:
+            if self.claims.take(gpu):
+                taken.append(gpu)
             del free[gpu]
-        return gpu
+        if len(taken) < self.execution.processes:
+            self.claims.keep(ours.keys())
+            return ()
+        return taken
+
+    def _in_use(self) -> Counter[str]:
+        return Counter(gpu for child in self.children for gpu in child.gpus)
 
     def _just_failed(self, record: Mapping[str, Any] | None) -> bool:
         """Failed since we began, so in another launcher's hands: once is enough."""
@@ -271,11 +279,12 @@ class _Launcher:
 def share_cores(execution: Execution, threads: int | None, gpus: int = 0) -> tuple[int, int]:
     """(runs at once, threads of each): together they fill the cores and no more, unless the study says both."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    slots = execution.slots or gpus * execution.runs_per_gpu or max(1, cores // (threads or 1))
+    on_gpus = gpus // execution.processes * execution.runs_per_gpu
+    slots = execution.slots or on_gpus or max(1, cores // (threads or 1))
     return slots, threads or max(1, cores // slots)
 
 
-def _child(config: RunConfig, gpu: str | None) -> None:
+def _child(config: RunConfig, gpus: Sequence[str]) -> None:
     """One run in its own process, away from the terminal: what it prints goes to console.log."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which asks each run once, by SIGTERM
     _end_with_the_launcher()
@@ -283,15 +292,14 @@ def _child(config: RunConfig, gpu: str | None) -> None:
     console = os.open(config.folder / "console.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(console, 1)
     os.dup2(console, 2)
-    give(gpu)
-    from ..training.run import run_training
+    give(gpus)
+    from ..training.launch import run_in_processes
 
     try:
-        run_training(config)
-    except TrunkBusy:
-        sys.exit(BUSY)
+        run_in_processes(config, max(1, len(gpus)))
     except ValueError:
-        if is_claimed(config.folder):
+        trunk = trunk_folder(config)
+        if is_claimed(config.folder) or (trunk and is_claimed(trunk)):  # by another run, for this one has ended
             sys.exit(BUSY)
         raise
 

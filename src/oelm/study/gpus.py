@@ -7,14 +7,46 @@ import tempfile
 from collections.abc import Mapping, Sequence, Set
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from filelock import FileLock, Timeout
+from pydantic import Field, model_validator
 
-from .plan import Execution
+from ..config import Section, TrainConfig
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # ROCm heeds both
 NODES = ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # a GPU under Linux, ROCm, WSL
+
+
+class Execution(Section):
+    """Where and how many at once; changes no number."""
+
+    slots: int | None = Field(None, ge=1)  # runs at once on this machine; default: one per core, or per free GPU
+    runs_per_gpu: int = Field(1, ge=1)  # at once
+    gpu_free_memory: float = Field(0.9, gt=0, le=1)  # a GPU with at least this share of its memory free is free
+    cpus_per_run: float = Field(1, gt=0)  # asked of a Ray cluster; threads are base.system.threads
+    gpus_per_run: float = Field(0, ge=0)  # a run's GPUs, a process on each; on Ray 0 means none, and a share is fine
+
+    @model_validator(mode="after")
+    def _whole_gpus(self) -> Self:
+        if self.gpus_per_run > 1 and not self.gpus_per_run.is_integer():
+            raise ValueError(f"gpus_per_run: {self.gpus_per_run:g} is neither a share of a GPU nor a number of them")
+        if self.gpus_per_run > 1 and self.runs_per_gpu > 1:
+            raise ValueError("runs_per_gpu: runs that take several GPUs do not share them; leave one of the two out")
+        return self
+
+    @property
+    def processes(self) -> int:
+        """Of a run that has its GPUs."""
+        return max(1, int(self.gpus_per_run))
+
+    def check(self, train: TrainConfig) -> None:
+        """Raises when a batch does not divide among a run's processes."""
+        if train.batch_size % (self.processes * train.accumulate):
+            raise ValueError(
+                f"train.batch_size: {train.batch_size} does not divide into {self.processes * train.accumulate} equal "
+                f"parts (execution.gpus_per_run: {self.processes}, {train.accumulate} micro-batches each)"
+            )
 
 
 class Device(NamedTuple):
@@ -62,9 +94,9 @@ def visible(said: str | None, devices: Sequence[Device]) -> list[Device]:
     return chosen
 
 
-def give(gpu: str | None) -> None:
-    """Shows this process, which has not started CUDA yet, one GPU; or none, so that a CPU run stays there."""
-    os.environ.update(dict.fromkeys(VISIBLE, gpu or "-1"))
+def give(gpus: Sequence[str]) -> None:
+    """Shows this process, which has not started CUDA yet, these GPUs; or none, so that a CPU run stays there."""
+    os.environ.update(dict.fromkeys(VISIBLE, ",".join(gpus) or "-1"))
 
 
 def pick_gpu(free: Mapping[str, float], ours: Mapping[str, int], execution: Execution) -> str | None:

@@ -23,6 +23,7 @@ from ..config import (
     set_word,
     validation_line,
 )
+from .gpus import Execution
 from .search import RATE, Choice, Closing, LearningRates, Point, choose_from_grid, explore, named
 
 PerSize = list[int] | dict[str, list[int]]  # for all sizes, or for each
@@ -62,16 +63,6 @@ class Target(Section):
 
     parameters: float = Field(gt=0)  # of the model predicted for, without token table and positions
     tokens: float = Field(gt=0)  # that it would be trained on
-
-
-class Execution(Section):
-    """Where and how many at once; changes no number."""
-
-    slots: int | None = Field(None, ge=1)  # runs at once on this machine; default: one per core, or per free GPU
-    runs_per_gpu: int = Field(1, ge=1)  # at once
-    gpu_free_memory: float = Field(0.9, gt=0, le=1)  # a GPU with at least this share of its memory free is free
-    cpus_per_run: float = Field(1, gt=0)  # asked of a Ray cluster; threads are base.system.threads
-    gpus_per_run: float = Field(0, ge=0)  # asked of a Ray cluster; a share is fine
 
 
 class StudyConfig(Section):
@@ -279,7 +270,9 @@ def load_study(path: Path, words: Iterable[str] = (), scale: str | None = None) 
     begun = (study.folder / "study.json").exists()  # checked then, and not changed since: spare the import of torch
     for group in [] if begun else groups(study):
         try:
-            _cell(study, "compare", group, study.seeds_of(group.size)[0]).config.method.oelm(0)
+            config = _cell(study, "compare", group, study.seeds_of(group.size)[0]).config
+            config.method.oelm(0)
+            study.execution.check(config.train)
         except ValueError as error:
             raise ValueError(f"{path}: {group}: {error}") from None
     return study

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,68 @@ AVERAGE = "average.safetensors"  # beside the weights, where the run averages th
 # Randomness inside a step is a function of (seed, step), so there is no generator state to keep.
 
 
-def save_checkpoint(
-    run: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], meta: dict[str, Any], write: bool = True,
-    average: dict[str, torch.Tensor] | None = None,
-) -> None:  # fmt: skip
-    """Makes `last/` the given state and `previous/` the one before; at every moment one of them is whole.
+class Saver:
+    """Writes a run's checkpoints. All processes call it, for sharded tensors are gathered; the one with `write` writes.
 
-    `average`: that of the weights, where the run keeps one.
-
-    All processes call it, because sharded tensors are gathered; the one with `write` writes.
+    `beside`: a thread writes a copy of the state while steps go on. A kill then loses no more than the checkpoint that
+    is being written; the two before it are untouched until it is whole.
     """
-    weights = collected(_tensors(model), write)
-    states = collected([optimizer.state_dict() for optimizer in optimizers], write)
-    averaged = collected(average or {}, write)
-    if not write:
-        return
+
+    def __init__(self, run: Path, write: bool, beside: bool, after: Callable[[], None] = lambda: None) -> None:
+        self.run, self.write, self.beside, self.after = run, write, beside, after
+        self.thread = ThreadPoolExecutor(1) if write and beside else None
+        self.writing: Future[None] | None = None
+
+    def save(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], meta: dict[str, Any],
+        average: dict[str, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Makes `last/` the given state and `previous/` the one before; at every moment one of them is whole.
+
+        `average`: that of the weights, where the run keeps one. `after` is called when it is on the disk.
+        """
+        self.wait()
+        weights, states = _tensors(model), [optimizer.state_dict() for optimizer in optimizers]
+        copies = collected((weights, states, average or {}), self.write, self.beside)
+        if not self.write:
+            return
+        copied = None
+        if self.beside and any(tensor.is_cuda for tensor in weights.values()):
+            copied = torch.cuda.Event()
+            copied.record()  # steps that follow change the weights only after they are copied: the device keeps order
+        if self.thread:
+            self.writing = self.thread.submit(self._write, copies, meta, copied)
+        else:
+            self._write(copies, meta, copied)
+
+    def is_writing(self) -> bool:
+        """Whether a thread is writing now; raises what made it fail."""
+        if self.writing is not None and self.writing.done():
+            self.wait()
+        return self.writing is not None
+
+    def wait(self) -> None:
+        """Until all is on the disk; raises what made it fail."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Ends the thread when it has written what it was given, whatever became of it."""
+        if self.thread:
+            self.thread.shutdown()
+
+    def _write(self, copies: tuple[Any, Any, Any], meta: dict[str, Any], copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        _write_checkpoint(self.run, *copies, meta)
+        self.after()
+
+
+def _write_checkpoint(
+    run: Path, weights: dict[str, torch.Tensor], states: list[Any], averaged: dict[str, torch.Tensor],
+    meta: dict[str, Any],
+) -> None:  # fmt: skip
     saving, last, previous = run / ".saving", run / "last", run / "previous"
     shutil.rmtree(saving, ignore_errors=True)
     saving.mkdir()
@@ -144,18 +192,23 @@ def _read(folder: Path, model: nn.Module, optimizers: int) -> tuple[dict[str, to
     return tensors, states
 
 
-def collected(tree: Any, keep: bool) -> Any:
+def collected(tree: Any, keep: bool, copy: bool = False) -> Any:
     """The whole tensors of a tree on the CPU of the process that keeps them; elsewhere None in their place.
 
     All processes must ask, because sharded tensors are gathered: one at a time, so that no device ever holds more of
     the others' shares than that of its largest tensor. Ties stay ties.
+
+    `copy`: none shares memory with the tree, and those of a GPU are on their way into page-locked memory, which nobody
+    has waited for.
     """
     known: dict[int, torch.Tensor | None] = {}
 
     def fetch(tensor: torch.Tensor) -> torch.Tensor | None:
         if id(tensor) not in known:
-            whole = gathered(tensor.detach())
-            known[id(tensor)] = whole.to("cpu").contiguous() if keep else None
+            # contiguous on the device: a copy that is on its way must not be read
+            whole = gathered(tensor.detach()).contiguous() if keep else gathered(tensor.detach())
+            here = whole.to("cpu", non_blocking=copy) if keep else None  # which page-locks what it does not wait for
+            known[id(tensor)] = here.clone() if here is not None and copy and not whole.is_cuda else here
         return known[id(tensor)]
 
     return tree_map_only(torch.Tensor, fetch, tree)

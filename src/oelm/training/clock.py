@@ -62,6 +62,10 @@ class Clock:
         """Ends a phase; a phase may come several times in a step (micro-batches)."""
         self.steps[-1].append((phase, self._now()))
 
+    def disregard(self) -> None:
+        """The step that is about to start counts as warm-up, with all before it since the last flush."""
+        self.warmup_left = max(self.warmup_left, len(self.steps) + 1)
+
     def flush(self) -> dict[str, Any]:
         """The steps since the last flush, as fields of a metrics line."""
         synchronize(self.device)

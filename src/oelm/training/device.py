@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, broadcast, gather_object
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    broadcast,
+    gather_object,
+)
 from torch import Tensor, nn
 
 from ..config import RunConfig
 from ..runtime import best_device, choose_precision
 from .optim import make_optimizers
+
+COMPRESSING = (DistributedType.MULTI_GPU,)  # where torch has DDP's hook that sums in bf16
 
 
 def start_accelerator(config: RunConfig, **options: Any) -> Accelerator:
@@ -31,9 +41,33 @@ def start_accelerator(config: RunConfig, **options: Any) -> Accelerator:
         torch.use_deterministic_algorithms(True)
     # Without `cpu`, processes started on a machine with no GPU do not find each other.
     mixed = precision if precision in ("bf16", "fp16") else "no"
+    if device.type == "cuda":
+        _ask_no_masks()
     # DDP's gradients live in its own buckets instead of beside them.
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    return Accelerator(mixed_precision=mixed, cpu=device.type == "cpu", kwargs_handlers=[ddp], **options)
+    hook = DDPCommunicationHookType.BF16 if config.train.gradient_compression else DDPCommunicationHookType.NO
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=hook)
+    accelerator = Accelerator(mixed_precision=mixed, cpu=device.type == "cpu", kwargs_handlers=[ddp], **options)
+    if config.train.gradient_compression and accelerator.distributed_type not in COMPRESSING:
+        raise ValueError(
+            "train.gradient_compression: is for gradients that the processes of several GPUs sum up by DDP; leave it "
+            f"out here ({accelerator.distributed_type.value}, {accelerator.num_processes} process"
+            f"{'es' * (accelerator.num_processes > 1)})"
+        )
+    return accelerator
+
+
+def _ask_no_masks() -> None:
+    """Transformers' masks in this process without a question to the device: whether a padding mask hides anything (some
+    row of a padded batch nearly always does), whether a row holds several texts (none of ours does)."""
+    from transformers import masking_utils
+
+    def mask(*given: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+        if attention_mask is not None:
+            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return masking_utils.sdpa_mask(*given, attention_mask=attention_mask, **options)
+
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = mask
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def make_ready(model: nn.Module, config: RunConfig, accelerator: Accelerator) -> tuple[nn.Module, list[Any]]:
@@ -42,6 +76,7 @@ def make_ready(model: nn.Module, config: RunConfig, accelerator: Accelerator) ->
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ValueError(f"system.gradient_checkpointing: {type(model).__name__} does not support it; leave it out")
         model.gradient_checkpointing_enable()  # type: ignore[operator]
+    _keep_no_cache(model)
     model.to(accelerator.device)
     optimizers = make_optimizers(model, config.train)
     if config.system.compile:
@@ -50,6 +85,27 @@ def make_ready(model: nn.Module, config: RunConfig, accelerator: Accelerator) ->
             part.compile(mode=mode)
     prepared, *wrapped = accelerator.prepare(model, *optimizers)
     return prepared, wrapped
+
+
+def _keep_no_cache(model: Any) -> None:
+    """A Hugging Face model would keep keys and values for a text that is never continued."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()
+    model.configs_with_cache = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in model.configs_with_cache:
+        config.use_cache = False
+
+
+@contextmanager
+def config_as_given(model: Any) -> Iterator[None]:
+    """The model with its config as it came, for saving."""
+    changed = getattr(model, "configs_with_cache", [])
+    for config in changed:
+        config.use_cache = True
+    try:
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = False
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -87,6 +143,12 @@ def upload(arguments: dict[str, Tensor], device: torch.device) -> dict[str, Tens
         place = tensor.size(), tensor.stride(), tensor.storage_offset()
         there[name] = copy if whole is tensor else copy.as_strided(*place)
     return there
+
+
+def writes_beside(config: RunConfig, device: torch.device) -> bool:
+    """Whether a thread writes checkpoints: on a CPU it would take from the steps what they compute with."""
+    wish = config.system.checkpoint_async
+    return device.type == "cuda" if wish is None else wish
 
 
 def launched_with_others() -> bool:

@@ -25,6 +25,7 @@ class Freezer:
     ) -> None:  # fmt: skip
         self.run, self.model, self.optimizers, self.config = run, model, optimizers, config
         self.scaler, self.total, self.wrappers = accelerator.scaler, total, accelerator._models
+        self.ddp = accelerator.ddp_handler
         self.steps = follow_schedule(model, total)
         report: Any = model.oelm_report
         self.rows = {row.projection.key: row.projection for row in report.projections}
@@ -59,6 +60,8 @@ class Freezer:
                     model.module, device_ids=model.device_ids, output_device=model.output_device,
                     gradient_as_bucket_view=model.gradient_as_bucket_view,
                 )  # fmt: skip
+                if self.ddp:
+                    self.ddp.register_comm_hook(wrapper)
                 # the old one's gradient buckets live as long as anything knows it
                 self.wrappers[:] = [wrapper if known is model else known for known in self.wrappers]
                 return wrapper

@@ -6,10 +6,8 @@ import math
 import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -26,13 +24,14 @@ from ..method.verify import unwrap, verify
 from ..record import Run, check_metrics
 from ..validation import validation_line
 from .average import Average
-from .checkpoint import find_best, load_checkpoint, save_best, save_checkpoint, set_aside_damaged
+from .checkpoint import Saver, find_best, load_checkpoint, save_best, set_aside_damaged
 from .clock import WARMUP, Clock
-from .device import agree_on_start, upload
+from .device import agree_on_start, config_as_given, upload, writes_beside
 from .freezing import Freezer
 from .optim import learning_rate, set_learning_rate
 from .prefix import Trunk, shared_steps, trunk_name
 from .screen import Screen
+from .stopper import Stopper
 
 ASK_EVERY = 10  # steps between the moments at which processes agree on stopping, time and checkpoints
 ADVICE = (
@@ -90,30 +89,6 @@ class Saved(BaseModel, strict=True):
     frozen: dict[str, str] = {}  # fingerprints, where a schedule changes what is frozen
 
 
-class Stopper:
-    """Turns SIGTERM and Ctrl-C into a wish that the loop grants after the current step."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for s, handler in before.items():
-                signal.signal(s, handler)
-
-    def _note(self, number: int, frame: object) -> None:
-        if self.signal is not None:  # asked twice: do not insist on being tidy
-            raise KeyboardInterrupt
-        self.signal = number
-
-
 def train(
     run: Run | None, model: nn.Module, optimizers: list[Any], task: Task, config: RunConfig, accelerator: Accelerator,
     stopper: Stopper, quiet: bool = False, trunk: Trunk | None = None,
@@ -133,8 +108,9 @@ def train(
         run.update(total_steps=total)
     book = _Bookkeeper(run, screen, clock, task, accelerator, config, total)
     shared = shared_steps(config, total)
+    saver = Saver(folder, write=run is not None, beside=writes_beside(config, accelerator.device))
 
-    def checkpoint() -> None:
+    def checkpoint(at_once: bool) -> None:
         book.flush(progress)
         verify(inner, optimizer=optimizers)
         finite = [gathered(p).isfinite().all() for p in inner.parameters() if p.requires_grad]
@@ -144,11 +120,13 @@ def train(
         meta = {"id": config.id, "trunk": trunk_name(config), **asdict(progress)}
         meta |= run.metrics_mark() if run else {}
         if freezer.steps:
-            meta["frozen"] = inner.oelm_report.fingerprints  # type: ignore[union-attr]
+            meta["frozen"] = dict(inner.oelm_report.fingerprints)  # type: ignore[union-attr, arg-type]
         if accelerator.scaler is not None:
             meta["scaler"] = accelerator.scaler.state_dict()
-        save_checkpoint(folder, inner, optimizers, meta, write=run is not None, average=average.weights)
-        if run:
+        saver.save(inner, optimizers, meta, average.weights)
+        if at_once:
+            saver.wait()
+        if run:  # how long the steps stood still for it
             run.append("checkpoint", step=progress.step, seconds=time.perf_counter() - start)
         accelerator.wait_for_everyone()
 
@@ -166,6 +144,8 @@ def train(
                 if system.compile:
                     clock.warmup_left = WARMUP
             model = freezer.before_step(model, progress.step)
+            if saver.is_writing():  # a step beside it takes longer than others
+                clock.disregard()
             book.add(train_step(model, optimizers, task, config, accelerator, clock, progress.step, total))
             progress.step += 1
             average.update(progress.step, clock)
@@ -178,12 +158,13 @@ def train(
             ended = over or progress.step == total
             evaluated = ended or progress.step % settings.eval_every == 0
             if evaluated:
+                saver.wait()  # the best model must not be two evaluations ahead of the checkpoint
                 book.flush(progress)
                 with average.in_place():
                     _evaluate(run, model, task, accelerator, folder, progress, screen)
             due = progress.step % system.checkpoint_every == 0 if system.checkpoint_every else evaluated
             if due or late or stop or ended or progress.step in shared:
-                checkpoint()
+                checkpoint(at_once=stop or ended or progress.step in shared)
                 last_saved = time.monotonic()
             if run and trunk and progress.step in shared:
                 trunk.keep(progress.step, run.facts)
@@ -193,6 +174,7 @@ def train(
                 break
         return progress, None
     finally:
+        saver.close()
         screen.close()
 
 
@@ -376,7 +358,8 @@ def _evaluate(
     if better:
         progress.best = {**metrics, "step": progress.step}
         inner = unwrap(accelerator.unwrap_model(model))
-        save_best(folder, inner, task.save, progress.best, write=run is not None)
+        with config_as_given(inner):
+            save_best(folder, inner, task.save, progress.best, write=run is not None)
     if run:
         run.append("eval", step=progress.step, **metrics, seconds=time.perf_counter() - start)
         accelerator.log({f"val/{name}": value for name, value in metrics.items()}, step=progress.step)

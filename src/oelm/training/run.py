@@ -30,12 +30,14 @@ from ..runtime import (
     measure_peak,
     peak_memory,
     peak_reserved,
+    unused_gpu,
 )
 from .device import compile_now, launched_with_others, make_ready, share_weights, start_accelerator
 from .finetune import Classification, FineTuning
-from .loop import Stopper, TrainingFailed, total_steps, train
+from .loop import TrainingFailed, total_steps, train
 from .prefix import Trunk, trunk_name
 from .pretrain import LanguageModelling, Pretraining
+from .stopper import Stopper
 
 SAME = 1e-2  # share by which the loss of a saved classifier may differ: corrections are merged, sums have another order
 
@@ -106,6 +108,8 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         }  # fmt: skip
         run = Run.open(folder, facts, quiet)
         run.say(f"run {config.id} in {folder}; {sentence}")
+        if other := unused_gpu():
+            run.say(f"{other} is there and not used: this run takes the CPU")
         if trunk:
             trunk.take_up(run.facts)
         accelerator.wait_for_everyone()

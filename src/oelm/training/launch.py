@@ -1,0 +1,32 @@
+"""One run in several processes of this machine, one for each of its GPUs, by torchrun's own engine."""
+
+from __future__ import annotations
+
+from ..config import RunConfig
+from .run import run_training
+
+GRACE = 600  # seconds for the processes of a run that is asked to end to write their checkpoint
+
+
+def run_in_processes(config: RunConfig, processes: int, quiet: bool = False) -> None:
+    """Runs or takes up one run; SystemExit with the signal's code when it was stopped, ValueError when it failed."""
+    if processes == 1:
+        run_training(config, quiet)
+        return
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    settings = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=config.id, max_restarts=0, shutdown_timeout=GRACE,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="127.0.0.1",
+    )  # fmt: skip
+    try:
+        elastic_launch(settings, run_training)(config, quiet)
+    except SignalException as stopped:
+        raise SystemExit(128 + stopped.sigval) from None
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 128:  # asked to end by somebody else
+            raise SystemExit(failure.exitcode) from None
+        raise ValueError(f"process {rank} of {processes}: {failure.message}") from None
