@@ -153,8 +153,9 @@ def by_curves(arm: Arm, base: Arm, confidence: float) -> tuple[Ratio, Ratio | No
 
     def smooth(runs: Mapping[int, Measured]) -> NDArray[np.float64]:  # (resamples, points)
         size = min(runs[seed].curve.size for seed in seeds)
-        sums = np.stack([runs[seed].curve[:size] for seed in seeds])[drawn].mean(axis=1).cumsum(axis=1)
-        sums = np.pad(sums, ((0, 0), (1, 0)))
+        curves = np.stack([runs[seed].curve[:size] for seed in seeds])
+        means = np.stack([curves[picked].mean(axis=0) for picked in drawn])  # one by one: all at once fill the memory
+        sums = np.pad(means.cumsum(axis=1), ((0, 0), (1, 0)))
         return (sums[:, window:] - sums[:, :-window]) / window
 
     target = smooth(theirs)[:, -1:]
