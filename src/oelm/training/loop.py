@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from ..config import RunConfig
 from ..method.layout import gathered
-from ..method.verify import unwrap, verify
+from ..method.verify import unwrap
 from ..record import Run, check_metrics
 from ..validation import validation_line
 from .average import Average
 from .checkpoint import collected, find_best, load_checkpoint, replace_folder, save_checkpoint, set_aside_damaged
 from .clock import WARMUP, Clock
-from .device import agree_on_start, upload
+from .device import agree_on_start, upload, verify_everywhere
 from .freezing import Freezer
 from .optim import learning_rate, set_learning_rate
 from .prefix import Trunk, shared_steps, trunk_name
@@ -136,7 +136,7 @@ def train(
 
     def checkpoint() -> None:
         book.flush(progress)
-        verify(inner, optimizer=optimizers)
+        verify_everywhere(inner, optimizers, accelerator)
         finite = [gathered(p).isfinite().all() for p in inner.parameters() if p.requires_grad]
         if not torch.stack(finite).all():
             raise TrainingFailed(f"a weight is not finite after step {progress.step}; {ADVICE}")
