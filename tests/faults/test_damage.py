@@ -51,7 +51,7 @@ def same_meaning(path, before):
 
 def test_a_damaged_run_resumes_to_the_same_numbers_or_is_refused(subjects, turns, ledger, tmp_path):
     expected = {subject.name: numbers(subject.finished) for subject in subjects}
-    for rng in turns(0.6):
+    for rng in turns(0.1):
         subject = rng.choice(subjects)
         out = copied(subject.stopped, tmp_path / "run")
         path = rng.choice(files_of(out))
@@ -76,7 +76,7 @@ def test_damaged_tokens_are_made_again_or_refused(subjects, turns, ledger, tmp_p
     assert oelm("train", *words, f"out={tmp_path / 'first'}")[0] == 0
     whole = copied(next((tmp_path / "data").iterdir()), tmp_path / "whole")
     data = next((tmp_path / "data").iterdir())
-    for rng in turns(0.3):
+    for rng in turns(0.05):
         copied(whole, data)
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         path = rng.choice(files_of(data))
@@ -92,7 +92,7 @@ def test_damaged_tokens_are_made_again_or_refused(subjects, turns, ledger, tmp_p
 
 def test_verify_finds_damage_of_a_finished_run(subjects, turns, ledger, tmp_path):
     out, last = None, None
-    for rng in turns(1.1):
+    for rng in turns(0.12):
         subject = rng.choice(subjects)
         if subject is not last:
             out, last = copied(subject.finished, tmp_path / "run"), subject
@@ -117,7 +117,7 @@ def test_a_report_leaves_out_what_is_damaged_and_says_so(turns, ledger, tmp_path
         run.write_text(record_text(read_run(run.parent) | {"files": sums}))
     assert oelm("report", folder)[0] == 0
     whole = as_json(content(analyse(folder)))
-    for rng in turns(0.2):
+    for rng in turns(0.08):
         path = rng.choice([p for p in files_of(folder) if p.suffix in (".json", ".jsonl")])
         before = path.read_bytes()
         story = f"{path.relative_to(folder)}: {damage(path, rng)}"

@@ -21,7 +21,7 @@ from oelm.study.plan import load_study
 from oelm.study.watch import read_study
 
 pytestmark = pytest.mark.faults
-MANY = int(float(os.environ.get("OELM_FAULT_HOURS", "0")) * 14_000)
+MANY = int(float(os.environ.get("OELM_FAULT_HOURS", "0")) * 4_200)
 fuzz = settings(
     max_examples=max(MANY, 150), deadline=None, database=None, derandomize=not MANY,
     suppress_health_check=list(HealthCheck),
