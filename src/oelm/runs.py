@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -93,7 +94,8 @@ def runs_table(runs: Sequence[Listed]) -> list[list[str]]:
     for row in rows:
         said = {name: forms.get(name, "{}").format(row[name]) if row[name] is not None else "" for name in names}
         if row["updated"]:
-            said["updated"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["updated"]))
+            with suppress(ValueError, OverflowError, OSError):  # no time at all
+                said["updated"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["updated"]))
         table.append(list(said.values()))
     return table
 
@@ -147,10 +149,8 @@ def _differing(sides: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 def _warnings(runs: Sequence[Listed], differing: dict[str, list[Any]]) -> list[str]:
     texts = [f"{run.folder}: {run.status}, not finished" for run in runs if run.status != "finished"]
     for run in runs:
-        if (
-            len({str(_machine(sitting)) for sitting in run.record.get("sittings") or () if isinstance(sitting, dict)})
-            > 1
-        ):
+        sittings = [sitting for sitting in run.record.get("sittings") or () if isinstance(sitting, dict)]
+        if len({str(_machine(sitting)) for sitting in sittings}) > 1:
             texts.append(f"{run.folder}: was trained on several machines, or with several versions")
     data = [run.record.get("data_sha256") for run in runs]
     if any(one != data[0] for one in data):
