@@ -7,9 +7,10 @@ Precedence: the defaults below, then the file, then the words. A section may be 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -59,12 +60,21 @@ class Section(BaseModel):
     def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
         """`lr: true` would be 1.0. Numbers in quotes stay welcome: YAML reads 1e-4 as text. One is a list of one."""
         assert info.field_name
-        annotation = cls.model_fields[info.field_name].annotation
-        value = as_list(value, annotation)
-        wanted = _kinds(annotation)
-        if wanted & {int, float} and not wanted & {bool, Any} and _holds_bool(value):
+        annotation, listed, number = cls._reading(info.field_name)
+        if listed:
+            value = as_list(value, annotation)
+        if number and _holds_bool(value):
             raise ValueError("expected a number")
         return value
+
+    @classmethod
+    @cache  # a study of a thousand runs has a hundred thousand fields to read
+    def _reading(cls, field: str) -> tuple[Any, bool, bool]:
+        """A field's annotation, whether a list is among it, and whether it is for numbers and no switch."""
+        annotation = cls.model_fields[field].annotation
+        wanted = _kinds(annotation)
+        listed = any(get_origin(choice) is list for choice in (annotation, *get_args(annotation)))
+        return annotation, listed, bool(wanted & {int, float}) and not wanted & {bool, Any}
 
 
 # Far beyond what anybody trains, and small enough that a slip of the keyboard is one line and not a full memory.
@@ -234,6 +244,9 @@ FINE_TUNING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+PLACE = {"name", "out", "system"}  # where and how a run is made, never what it is
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -273,17 +286,23 @@ class RunConfig(Section):
 
         Without what is not set, so that a field added later, left at None, changes no id of a run already made.
         """
-        return _what_is_set(self, {k: v for k, v in self.to_record().items() if k not in ("name", "out", "system")})
+        return _what_is_set(self, {k: v for k, v in self.to_record().items() if k not in PLACE})
 
     @property
     def source(self) -> str:
         """What decides the data: runs with the same have the same texts."""
         return (self.task or self.data).model_dump_json()
 
-    @property
+    @cached_property
     def id(self) -> str:
         """A hash of the content: the same run has the same id on every machine."""
         return content_id(self.science())
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        if not set(update or ()) <= PLACE:
+            copied.__dict__.pop("id", None)  # it has another
+        return copied
 
     @property
     def folder(self) -> Path:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .config import PLACE
 from .integrity import content_id, file_sha256
 
-PLACE = ("name", "out", "system")  # of a config: where and how, never what
 CLOSE = 1e-6  # relative; for numbers that are sums or functions of others
 
 

@@ -25,6 +25,7 @@ from .models import biased, gpt, loss
 from .models.build import load_causal
 from .models.gpt import GPT, ROTARY_BASE, GPTConfig
 from .record import read_run
+from .training.audit import audit
 from .training.checkpoint import replace_folder
 
 LIMIT = 1e-5  # the logits may differ by this share of their largest
@@ -33,7 +34,8 @@ FORMS = ("gpt2", "gptneox", "llama", "own")
 
 def export(run: Path, form: str | None = None, out: Path | None = None) -> tuple[Path, str]:
     """Writes the run's best model in one of FORMS (default: the first that fits); its folder, and what was proven."""
-    source = run / "best" if (run / "run.json").is_file() else run
+    recorded = (run / "run.json").is_file()
+    source = run / "best" if recorded else run
     model = load_causal(source)
     if not isinstance(model, GPT):
         raise ValueError(f"{source}: is a plain {type(model).__name__} folder already; every client loads it as it is")
@@ -48,7 +50,9 @@ def export(run: Path, form: str | None = None, out: Path | None = None) -> tuple
         raise ValueError(
             f"{source}: the logits of the {form} model differ by {difference:.1e} of their largest; not written"
         )
-    record = read_run(run) if (run / "run.json").is_file() else None
+    if recorded:
+        audit(run)  # the card says what the record promises
+    record = read_run(run) if recorded else None
     if form != "own":
         _note(target, record)
     folder = out or run / f"export-{form}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .models.build import load_causal
+from .models.build import load_causal, saved_tokenizer
 
 
 def evaluate(
@@ -18,10 +18,8 @@ def evaluate(
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise ValueError("eval: needs lm-evaluation-harness; install the extra: pip install 'oelm[eval]'") from None
-    from transformers import AutoTokenizer
-
     folder = folder / "best" if (folder / "run.json").is_file() else folder
-    model = load_causal(folder)
+    model, tokenizer = load_causal(folder), saved_tokenizer(folder)
     manager = TaskManager(include_path=str(include) if include else None)
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
@@ -31,7 +29,7 @@ def evaluate(
         hint = f"did you mean {near[0]!r}?" if near else "give your own with --include FOLDER"
         raise ValueError(f"--tasks: lm-evaluation-harness has no task {unknown[0]!r}; {hint}")
     client = HFLM(
-        pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), backend="causal", batch_size=batch_size,
+        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size,
         device=str(model.device), max_length=model.config.max_position_embeddings,
     )  # fmt: skip
     found: Any = simple_evaluate(client, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False)

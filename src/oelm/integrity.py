@@ -29,16 +29,17 @@ def trusts_remote_code() -> bool:
 def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The object with a checksum of itself."""
     plain = {key: value for key, value in facts.items() if key != SEAL}
-    return {**plain, SEAL: _seal_of(plain)}
+    as_read = json.loads(json.dumps(plain, allow_nan=False))  # keys are text, tuples are lists
+    return {**plain, SEAL: _seal_of(as_read)}
 
 
 def seal_holds(facts: Mapping[str, Any]) -> bool:
+    """Whether an object that was read from a file is as it was sealed."""
     return facts.get(SEAL) == _seal_of({key: value for key, value in facts.items() if key != SEAL})
 
 
 def _seal_of(facts: dict[str, Any]) -> str:
-    written = json.loads(json.dumps(facts, allow_nan=False))  # as a reader gets it: keys are text, tuples are lists
-    return hashlib.sha256(json.dumps(written, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_object(path: Path) -> dict[str, Any]:

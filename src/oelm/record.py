@@ -36,6 +36,7 @@ PATIENCE = 1.0  # seconds for a claim: whoever only asks whether a folder is cla
 CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
 MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve would be of two things
+SECTIONS = {"science": dict, "config": dict, "totals": dict, "surgery": dict, "environment": dict, "sittings": list}
 STATUSES = ("running", "stopped", "finished", "failed")
 KINDS = ("train", "eval", "checkpoint", "resume", "freeze", "branch")  # of a line of metrics.jsonl
 FINISHED = ("metrics.jsonl", "predictions.json", "timing_stats.json")  # of a finished run, with checksums in run.json
@@ -229,7 +230,12 @@ def read_run(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: format {facts['schema']}, where this version reads {SCHEMA}")
         if facts["status"] not in STATUSES:
             raise KeyError(facts["status"])
-        facts["science"], facts["started"]  # what every reader relies on
+        facts["started"]  # what every reader relies on, and the sections
+        for key, kind in SECTIONS.items():
+            if facts.get(key) is None and key != "science":
+                continue  # not known yet
+            if not isinstance(facts[key], kind):
+                raise TypeError(f"{key} is no {kind.__name__}")
     except (KeyError, TypeError, ValueError) as error:
         if "this version reads" in str(error):
             raise

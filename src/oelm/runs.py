@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,18 +30,28 @@ class Listed:
 
     @property
     def best(self) -> dict[str, float]:
-        return (self.record.get("totals") or {}).get("best") or {}
+        return _numbers(_part(self.record.get("totals"), "best"))
 
     def summary(self) -> dict[str, Any]:
         """What `oelm ls runs` shows of it."""
-        science, totals = self.record.get("science") or {}, self.record.get("totals") or {}
-        source = (science.get("task") or {}).get("name") or (science.get("data") or {}).get("corpus")
+        science, totals = self.record.get("science") or {}, _numbers(self.record.get("totals") or {})
+        source = _part(science, "task").get("name") or _part(science, "data").get("corpus")
         return {
-            "run": str(self.folder), "status": self.status, "arm": (science.get("method") or {}).get("arm"),
-            "model": (science.get("model") or {}).get("name"), "data": source, "seed": science.get("init_seed"),
+            "run": str(self.folder), "status": self.status, "arm": _part(science, "method").get("arm"),
+            "model": _part(science, "model").get("name"), "data": source, "seed": science.get("init_seed"),
             "steps": totals.get("steps"), **{name: self.best.get(name) for name in ("ppl", "accuracy")},
-            "megabytes": round(self.size / 1e6, 1), "updated": self.record.get("updated"),
+            "megabytes": round(self.size / 1e6, 1), "updated": _numbers(self.record).get("updated"),
         }  # fmt: skip
+
+
+def _part(facts: dict[str, Any] | None, key: str) -> dict[str, Any]:
+    """A section of a record; {} where it has none, or something else in its place: old records carry no checksum."""
+    found = (facts or {}).get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _numbers(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if type(value) in (int, float)}
 
 
 def list_runs(places: Iterable[Path]) -> list[Listed]:
@@ -56,7 +67,7 @@ def list_runs(places: Iterable[Path]) -> list[Listed]:
 def read_listed(folder: Path) -> Listed:
     try:
         record = read_run(folder)
-    except ValueError:
+    except (ValueError, OSError):
         return Listed(folder, "damaged", {}, size_of(folder))
     killed = record["status"] == "running" and not is_claimed(folder)
     return Listed(folder, "killed" if killed else record["status"], record, size_of(folder))
@@ -83,7 +94,8 @@ def runs_table(runs: Sequence[Listed]) -> list[list[str]]:
     for row in rows:
         said = {name: forms.get(name, "{}").format(row[name]) if row[name] is not None else "" for name in names}
         if row["updated"]:
-            said["updated"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["updated"]))
+            with suppress(ValueError, OverflowError, OSError):  # no time at all
+                said["updated"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["updated"]))
         table.append(list(said.values()))
     return table
 
@@ -101,11 +113,11 @@ class Comparison:
 def compare(folders: Sequence[Path]) -> Comparison:
     """Any runs, with all in which their settings and machines differ."""
     runs = tuple(Listed(folder, (record := read_run(folder))["status"], record, size_of(folder)) for folder in folders)
-    totals = [run.record.get("totals") or {} for run in runs]
+    totals = [_numbers(run.record.get("totals") or {}) for run in runs]
     measured: dict[str, list[Any]] = {name: [run.best.get(name) for run in runs] for name in MEASURES}
     for name in ("steps", "tokens", "train_seconds", "peak_memory"):
         measured[name] = [total.get(name) for total in totals]
-    measured["frozen"] = [(run.record.get("surgery") or {}).get("frozen") for run in runs]
+    measured["frozen"] = [_numbers(_part(run.record, "surgery")).get("frozen") for run in runs]
     settings = [_flat(run.record["science"]) for run in runs]
     machines = [_flat(_machine(run.record), "environment") for run in runs]
     differing = _differing(settings) | _differing(machines)
@@ -116,7 +128,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
 
 
 def _machine(record: dict[str, Any]) -> dict[str, Any]:
-    found = record.get("environment") or {}
+    found = _part(record, "environment")
     return {key: value for key, value in found.items() if key != "git"} | {"precision": record.get("precision")}
 
 
@@ -137,7 +149,8 @@ def _differing(sides: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 def _warnings(runs: Sequence[Listed], differing: dict[str, list[Any]]) -> list[str]:
     texts = [f"{run.folder}: {run.status}, not finished" for run in runs if run.status != "finished"]
     for run in runs:
-        if len({str(_machine(sitting)) for sitting in run.record.get("sittings", [])}) > 1:
+        sittings = [sitting for sitting in run.record.get("sittings") or () if isinstance(sitting, dict)]
+        if len({str(_machine(sitting)) for sitting in sittings}) > 1:
             texts.append(f"{run.folder}: was trained on several machines, or with several versions")
     data = [run.record.get("data_sha256") for run in runs]
     if any(one != data[0] for one in data):
@@ -181,8 +194,8 @@ def unneeded(run: Listed, keep: Keep | None = None) -> list[Path]:
     """
     if run.status == "damaged" or is_claimed(run.folder):
         return []
-    own = ((run.record.get("config") or {}).get("system") or {}).get("keep", "best")
-    drop = CHECKPOINTS[keep or own] if run.status == "finished" else ()
+    own = _part(run.record.get("config"), "system").get("keep", "best")
+    drop = CHECKPOINTS.get(keep or str(own), ()) if run.status == "finished" else ()
     return _there(run.folder, (*drop, *LEFTOVERS))
 
 

@@ -98,7 +98,7 @@ def paired(differences: ArrayLike, *, confidence: float = 0.95, seed: int = 0) -
     missing = _why_no_interval(d)
     bca, bca_missing = None, missing or ("needs at least three pairs" if n < 3 else None)
     if not bca_missing:
-        drawn = scipy.stats.bootstrap((d,), np.mean, confidence_level=confidence, method="BCa", rng=rng)
+        drawn = scipy.stats.bootstrap((d,), np.mean, confidence_level=confidence, method="BCa", rng=rng, batch=500)
         bca = Interval(*map(float, drawn.confidence_interval))
     p, exact, ratio, least = _sign_flip_p(d, rng), n <= _ENUMERATED, math.exp(mean), smallest_p(n)
     return Paired(n, confidence, mean, ratio, spread.sd, spread.t, missing, bca, bca_missing, p, exact, least)
@@ -222,7 +222,8 @@ def _sign_flip_p(d: NDArray[np.float64], rng: np.random.Generator) -> float:
         for value in d[1:]:
             sums = np.concatenate([sums + value, sums - value])
     else:  # the observed signs are one of the draws, so p is never 0
-        sums = np.append(rng.choice((-1.0, 1.0), size=(99_999, d.size)) @ d, d.sum())
+        drawn = [rng.choice((-1.0, 1.0), size=(rows, d.size)) @ d for rows in (*(99 * [1000]), 999)]  # not all at once
+        sums = np.append(np.concatenate(drawn), d.sum())
     return float(np.mean(np.abs(sums) >= abs(d.sum()) - 1e-12 * np.abs(d).sum()))
 
 

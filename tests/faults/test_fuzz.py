@@ -16,12 +16,13 @@ from oelm.data.corpus import open_corpus
 from oelm.data.tasks import load_task
 from oelm.data.tokens import Manifest
 from oelm.record import read_metrics, read_predictions, read_run
+from oelm.runs import compare, comparison_lines, read_listed, runs_table, unneeded
 from oelm.settings import settings as every_setting
 from oelm.study.plan import load_study
 from oelm.study.watch import read_study
 
 pytestmark = pytest.mark.faults
-MANY = int(float(os.environ.get("OELM_FAULT_HOURS", "0")) * 14_000)
+MANY = int(float(os.environ.get("OELM_FAULT_HOURS", "0")) * 4_200)
 fuzz = settings(
     max_examples=max(MANY, 150), deadline=None, database=None, derandomize=not MANY,
     suppress_health_check=list(HealthCheck),
@@ -108,6 +109,10 @@ def test_records(ledger, run, tmp_path, data):
         metrics[0] = changed(data, metrics[0])
 
     def read(folder):
+        listed = read_listed(folder)  # whatever it holds, a listing goes on
+        assert runs_table([listed])
+        assert unneeded(listed) == []
+        comparison_lines(compare([folder, run]))
         check_record(folder, read_run(folder), read_metrics(folder))
         read_predictions(folder)
 

@@ -26,7 +26,8 @@ def launch(corpus, out, *more, program=CLI):
     return launch_words(words_for(corpus, out, *more), program)
 
 
-def launch_words(words, program=CLI, layer="GPTBlock"):
+def launch_words(words, program=CLI, layer="GPTBlock", sharded=None):
+    sharded = program == ON_FSDP if sharded is None else sharded
     shard = {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": layer, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",  # as launched
@@ -34,7 +35,7 @@ def launch_words(words, program=CLI, layer="GPTBlock"):
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program, "train",
          *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(shard if program == ON_FSDP else {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(shard if sharded else {})},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from .records import Measured
 
 PARTS = 20  # a training loss is the mean over one of so many parts of the training
 RESAMPLES = 1000
+MOST = 2**22  # numbers in memory at a time, however many seeds there are
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,10 @@ def by_curves(arm: Arm, base: Arm, confidence: float) -> tuple[Ratio, Ratio | No
 
     def smooth(runs: Mapping[int, Measured]) -> NDArray[np.float64]:  # (resamples, points)
         size = min(runs[seed].curve.size for seed in seeds)
-        sums = np.stack([runs[seed].curve[:size] for seed in seeds])[drawn].mean(axis=1).cumsum(axis=1)
-        sums = np.pad(sums, ((0, 0), (1, 0)))
+        curves = np.stack([runs[seed].curve[:size] for seed in seeds])
+        parts = np.array_split(drawn, 1 + drawn.shape[0] * curves.size // MOST)
+        means = np.concatenate([curves[part].mean(axis=1) for part in parts])
+        sums = np.pad(means.cumsum(axis=1), ((0, 0), (1, 0)))
         return (sums[:, window:] - sums[:, :-window]) / window
 
     target = smooth(theirs)[:, -1:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
 
 from ..config import RunConfig
 from ..models.presets import PRESETS
@@ -32,5 +31,10 @@ def start_of(config: RunConfig) -> str:
 
 def reference_start(study: StudyConfig, cells: Iterable[Cell]) -> str:
     """The start of the study's reference, as it was run; as it is planned, where nothing of it has been run."""
-    plan = search_runs(study) or comparison_runs(study, {})
-    return start_of(next(cell.config for cell in chain(cells, plan) if cell.group.arm == study.decide.reference))
+
+    def of(found: Iterable[Cell]) -> RunConfig | None:
+        return next((cell.config for cell in found if cell.group.arm == study.decide.reference), None)
+
+    config = of(cells) or of(search_runs(study) or comparison_runs(study, {}))
+    assert config is not None  # the plan has every arm
+    return start_of(config)

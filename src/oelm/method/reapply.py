@@ -89,12 +89,13 @@ def put_parts(model: nn.Module, parts: Parts) -> None:
 def merge(model: nn.Module) -> OelmReport:
     """Folds trained corrections into the frozen weights, in place: the same outputs, plain layers, still frozen.
 
-    `verify` then proves the merged bytes. Without corrections nothing changes.
+    The frozen bytes are proven first; `verify` then proves the merged ones. Without corrections nothing changes.
     """
     model = unwrap(model)
     report: Any = getattr(model, "oelm_report", None)
     if report is None:
         raise ValueError("model: OELM was not applied to it, so there is nothing to merge")
+    verify(model, optimizer=())
     merged = set()
     for path, module in model.named_modules():
         if isinstance(module, Recovered):

@@ -15,6 +15,7 @@ from .frames import PROJECTED, TRAINED, orthogonality_error, project
 from .note import write_note
 from .projections import layers_by_stack
 from .surgery import OelmReport, Row, fingerprints
+from .verify import VerifyError
 
 
 def follow_schedule(model: nn.Module, total: int) -> dict[str, int]:
@@ -51,6 +52,10 @@ def change_state(model: nn.Module, keys: Collection[str], known: Mapping[str, st
               for row in report.projections if row.projection.key in keys}  # fmt: skip
     rows = [turned.get(row.projection.key, row) for row in report.projections]
     freed = fingerprints(model, (replace(row, frozen=True) for row in turned.values() if not row.frozen))
+    if known is None:
+        for name, value in freed.items():  # the last look at bytes that may change from now on
+            if value != report.fingerprints[name]:
+                raise VerifyError(f"{name}: bytes changed since surgery")
     kept = {name: value for name, value in report.fingerprints.items() if name not in freed}
     changed = replace(
         report,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..config import ModelConfig
-from ..integrity import META, check_folder, trusts_remote_code
+from ..integrity import META, check_folder, read_object, trusts_remote_code
 from .gpt import GPT, GPTConfig
 from .presets import FROM_CONFIG, PACKAGED, PRESETS
 
@@ -75,10 +74,19 @@ def load_causal(folder: Path) -> Any:
     return load_whole(AutoModelForCausalLM, folder)
 
 
+def saved_tokenizer(folder: Path) -> Any:
+    """The tokenizer saved beside a model."""
+    from transformers import AutoTokenizer
+
+    with loading(folder):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code())
+
+
 def saved_kind(folder: Path) -> str | None:
     """The class that a folder's config.json names."""
     path = folder / "config.json"
-    return (json.loads(path.read_text()).get("architectures") or [None])[0] if path.is_file() else None
+    with loading(folder):
+        return (read_object(path).get("architectures") or [None])[0] if path.is_file() else None
 
 
 def load_whole(kind: Any, folder: Path) -> Any:
@@ -116,9 +124,9 @@ def build_for_inspection(name: str, num_labels: int | None = None) -> tuple[nn.M
                 f"{name}: is a run folder; say oelm verify {name} for what its record promises, or "
                 f"oelm inspect {Path(name) / 'best'} for its model"
             )
+        check_saved(Path(name))
         config, origin = config_for(name, name, labels), f"configuration in {name}"
         if any(Path(name).glob("*.safetensors")):
-            check_saved(Path(name))
             with loading(name):
                 return _class_for(config, bool(labels)).from_pretrained(name, **labels), f"weights in {name}"
     elif name in FROM_CONFIG:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..integrity import trusts_remote_code
 from .build import build_gpt, config_for, load_causal, no_such_model
 from .gpt import GPT
 from .presets import FROM_CONFIG, PRESETS
@@ -92,7 +93,7 @@ def _loaded(name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(name).train()
+        return AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trusts_remote_code()).train()
     except (OSError, ValueError, RuntimeError, SafetensorError):
         raise no_such_model(name) from None
 
@@ -110,4 +111,4 @@ def _at_random(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
             setattr(shape, name, None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(shape).train()
+        return AutoModelForCausalLM.from_config(shape, trust_remote_code=trusts_remote_code()).train()

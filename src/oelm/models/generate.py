@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
-from ..integrity import trusts_remote_code
-from .build import load_causal, loading, saved_kind
+from .build import load_causal, saved_kind, saved_tokenizer
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
@@ -19,8 +17,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     if temperature and not 1e-3 <= temperature <= 1e3:
         raise ValueError(f"--temperature: {temperature:g} would divide beyond what a number holds; 0, or 0.001 to 1000")
     model = load_causal(folder)
-    with loading(folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code())
+    tokenizer = saved_tokenizer(folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids if prompt else torch.tensor([[tokenizer.eos_token_id]])
     room = model.config.max_position_embeddings - ids.shape[1]
     if room < 1:

@@ -38,7 +38,7 @@ def load(folder: str | Path, model_class: Any = None, **kwargs: Any) -> Any:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder}: no config.json there, so no saved model")
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code", False))
     if getattr(config, KEY, None) is None:
         raise ValueError(f"{folder}: config.json has no note of a surgery; load it with transformers, then apply_oelm")
     if model_class is None:

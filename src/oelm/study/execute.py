@@ -248,7 +248,9 @@ class _Launcher:
     def _over(self, cell: Cell, seconds: float | None = None) -> None:
         seen = look(cell)
         if cell.config.system.prefixes:
-            drop_unneeded((self._placed(c), look(c).status not in ("finished", "failed")) for c in self.cells)
+            left = {c.folder for c in (*self.queue, *self.elsewhere, *(child.cell for child in self.children))}
+            left |= self.problems.keys()  # may be run again
+            drop_unneeded((self._placed(c), c.folder in left) for c in self.cells)
         self.done += 1
         if seen.record is None or seen.problem:
             self._problem(cell, seen.problem.removeprefix(f"{cell.folder}: "))

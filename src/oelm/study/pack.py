@@ -11,21 +11,24 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import IO
 
 from ..integrity import parse_json, seal_holds, sealed
 from ..record import is_claimed, read_run, write_bytes_atomically
+from ..validation import plain_path
 
 SUFFIX = ".tar.xz"
 MANIFEST = "manifest.json"
 BESIDE = ("study.json", "bench.json", "probe.json", "samples.json")
 RECORD = ("run.json", "metrics.jsonl", "timing_stats.json", "predictions.json")
-LARGEST = 2**31  # bytes of an unpacked study: more is no study
+LARGEST = 2**30  # bytes of a study's records: more is no study, and would have to fit into the memory
 
 
 def is_packed(path: Path) -> bool:
@@ -50,6 +53,8 @@ def pack(folder: Path, out: Path) -> tuple[int, list[str]]:
             raise ValueError(f"{run}: is running; pack the study when its runs are over, or stop them first")
         (runs if read_run(run)["status"] in ("finished", "failed") else unfinished).append(run)
     paths = [folder / name for name in BESIDE] + [run / name for run in runs for name in RECORD]
+    if (size := sum(path.stat().st_size for path in paths if path.is_file())) > LARGEST:
+        raise ValueError(f"{folder}: its records have {size:,} bytes, a packed study {LARGEST:,} at most")
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.is_file()}
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     manifest = json.dumps(sealed({"format": 1, "name": folder.resolve().name, "sha256": sums}), indent=1)
@@ -67,7 +72,13 @@ def unpack(file: Path, folder: Path) -> int:
     """Writes a packed study back into a folder, where it can go on: the number of its runs."""
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: is there already; choose another folder with -o")
-    return _write(_read(file)[1], folder)
+    files, fresh = _read(file)[1], folder.with_name(f".{folder.name}.new")
+    try:
+        runs = _write(files, fresh)
+        os.replace(fresh, folder)
+    finally:  # all of it is there, or nothing
+        shutil.rmtree(fresh, ignore_errors=True)
+    return runs
 
 
 def _write(files: dict[str, bytes], folder: Path) -> int:
@@ -98,11 +109,15 @@ def _read(file: Path) -> tuple[str, dict[str, bytes]]:
     """The study's name and its files, each of them as the manifest says."""
     try:
         found = dict(_entries(file))
+        if MANIFEST not in found:
+            raise ValueError(f"it has no {MANIFEST}")
         manifest = parse_json(found.pop(MANIFEST))
-        sums = manifest["sha256"]
-        if not seal_holds(manifest) or "/" in manifest["name"] or manifest["name"].startswith("."):
+        if not seal_holds(manifest):
             raise ValueError("its manifest does not match its own checksum")
-    except (tarfile.TarError, lzma.LZMAError, EOFError, KeyError, TypeError, ValueError) as error:
+        sums = dict(manifest["sha256"])
+        if "/" in plain_path(manifest["name"]) or manifest["name"].startswith(".") or not manifest["name"]:
+            raise ValueError(f"{manifest['name']!r} is no name of a study")
+    except (tarfile.TarError, lzma.LZMAError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{file}: damaged, or not a packed study ({str(error).partition(chr(10))[0]})") from None
     for name in sorted(sums.keys() | found.keys()):
         if name not in found or name not in sums:
@@ -113,15 +128,27 @@ def _read(file: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def _entries(file: Path) -> Iterator[tuple[str, bytes]]:
-    total = 0
-    with tarfile.open(file, mode="r:xz") as archive:
+    # As a stream, so that every byte is counted before it is in the memory, those of headers too.
+    with lzma.open(file) as content, tarfile.open(fileobj=_Bounded(content), mode="r|") as archive:
         for entry in archive:
-            parts = Path(entry.name).parts
-            total += entry.size
-            if not entry.isreg() or ".." in parts or Path(entry.name).is_absolute() or len(parts) > 2:
+            run, slash, name = entry.name.rpartition("/")
+            known = name in RECORD and Path(run).parts == (run,) != ("..",) if slash else name in (MANIFEST, *BESIDE)
+            if not entry.isreg() or entry.sparse or not known:
                 raise ValueError(f"{entry.name!r} does not belong into a study")
-            if total > LARGEST:
-                raise ValueError("it is larger than any study")
-            content = archive.extractfile(entry)
-            assert content is not None  # of a regular file
-            yield entry.name, content.read()
+            found = archive.extractfile(entry)
+            assert found is not None  # of a regular file
+            yield entry.name, found.read()
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that ends with an error where no study would go on."""
+
+    def __init__(self, content: IO[bytes]) -> None:
+        self.content, self.left = content, LARGEST
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.content.read(size)
+        self.left -= len(data)
+        if self.left < 0:
+            raise ValueError(f"it is larger than any study, {LARGEST:,} bytes")
+        return data

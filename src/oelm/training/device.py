@@ -21,6 +21,7 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from ..config import RunConfig
+from ..method.verify import VerifyError, verify
 from ..runtime import best_device, choose_precision
 from .optim import make_optimizers
 
@@ -168,6 +169,20 @@ def agree_on_start(accelerator: Accelerator, folder: Path, run_id: str, step: in
             f"{folder}: process 0 stands at step {begins} of run {first}, process {odd} at step {there} of run "
             f"{other}; their machines do not see the same folder: put it on a disk that all reach, or copy it to each"
         )
+
+
+def verify_everywhere(model: nn.Module, optimizers: list[Any], accelerator: Accelerator) -> None:
+    """`verify`, and what one process finds all raise: else the first would save what another knows to be wrong."""
+    problem = None
+    try:
+        verify(model, optimizer=optimizers)
+    except VerifyError as error:
+        problem = error
+    if accelerator.num_processes > 1:
+        found = gather_object([str(problem) if problem else None])
+        problem = problem or next((VerifyError(f"process {i}: {text}") for i, text in enumerate(found) if text), None)
+    if problem:
+        raise problem
 
 
 def share_weights(model: nn.Module, accelerator: Accelerator) -> None:

@@ -22,7 +22,7 @@ from ..config import RunConfig, parse_config
 from ..data.examples import Encoded, Epochs, encode, in_order
 from ..data.tasks import Examples, TaskData, describe, load_task
 from ..method.surgery import dry_oelm
-from ..models.build import load_whole
+from ..models.build import load_whole, saved_tokenizer
 from ..models.classifiers import HEAD, build_classifier, check_fit, load_tokenizer
 from ..record import read_run
 
@@ -222,7 +222,7 @@ def spell(labels: Sequence[str], tokenizer: Any, name: str) -> list[list[int]]:
 
 def predict(folder: Path, texts: Sequence[tuple[str, ...]]) -> list[dict[str, float]]:
     """The probability of each label by a run's best model, for each text or pair of texts."""
-    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
     record = read_run(folder)
     config = parse_config(record["config"], str(folder))
@@ -234,7 +234,7 @@ def predict(folder: Path, texts: Sequence[tuple[str, ...]]) -> list[dict[str, fl
         raise ValueError(f"{folder}: {config.task.name} reads {min(taken)} at a time; {advice}")
     writes = config.task.style == "text"
     model = load_whole(AutoModelForSeq2SeqLM if writes else AutoModelForSequenceClassification, folder / "best")
-    tokenizer, labels = AutoTokenizer.from_pretrained(folder / "best"), record["task"]["labels"]
+    tokenizer, labels = saved_tokenizer(folder / "best"), record["task"]["labels"]
     columns = tuple(list(column) for column in zip(*texts, strict=True))
     encoded = encode(Examples(columns, [0] * len(texts)), tokenizer, config.task.max_length)
     epochs = Epochs(encoded.lengths, len(encoded), 0)

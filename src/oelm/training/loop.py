@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from ..config import RunConfig
 from ..method.layout import gathered
-from ..method.verify import unwrap, verify
+from ..method.verify import unwrap
 from ..record import Run, check_metrics
 from ..validation import validation_line
 from .average import Average
 from .checkpoint import Saver, find_best, load_checkpoint, save_best, set_aside_damaged
 from .clock import WARMUP, Clock
-from .device import agree_on_start, config_as_given, upload, writes_beside
+from .device import agree_on_start, config_as_given, upload, verify_everywhere, writes_beside
 from .freezing import Freezer
 from .optim import learning_rate, set_learning_rate
 from .prefix import Trunk, shared_steps, trunk_name
@@ -112,7 +112,7 @@ def train(
 
     def checkpoint(at_once: bool) -> None:
         book.flush(progress)
-        verify(inner, optimizer=optimizers)
+        verify_everywhere(inner, optimizers, accelerator)
         finite = [gathered(p).isfinite().all() for p in inner.parameters() if p.requires_grad]
         if not torch.stack(finite).all():
             raise TrainingFailed(f"a weight is not finite after step {progress.step}; {ADVICE}")
