@@ -7,11 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .words import FileAndWords, Format, Trust, Words, examples, is_json, joined, split_file
+
+if TYPE_CHECKING:
+    from ..report.check import Checked
 
 app = typer.Typer()
 study = typer.Typer(help="Plan, run and follow a study.", no_args_is_help=True)
@@ -211,14 +214,22 @@ def unpack(
     epilog=examples(
         "oelm report runs/quickstart -o report.html --md report.md",
         "oelm report results/arms-tinystories.tar.xz --against results/repairs-tinystories.tar.xz:oelm-trainable",
+        "oelm report runs/first runs/second results/third.tar.xz -o together.html",
         "oelm report runs/quickstart --check -o report.html",
         "oelm report runs/quickstart --csv numbers.csv --json numbers.json",
     )
 )
 def report(
-    where: Where,
+    studies: Annotated[
+        list[Path],
+        typer.Argument(
+            help="a study folder, a packed study, or the file of one that has begun; several: side by side",
+            metavar="STUDY...",
+        ),
+    ],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="the page; default: report.html in the study's folder")
+        Path | None,
+        typer.Option("-o", "--out", help="the page; default, for one study: report.html in its folder"),
     ] = None,
     md: Annotated[Path | None, typer.Option(help="also as Markdown")] = None,
     latex: Annotated[Path | None, typer.Option(help="also its tables as LaTeX")] = None,
@@ -231,9 +242,18 @@ def report(
         typer.Option(metavar="[STUDY:]ARM", help="compare with this arm, of this or another study; only prints"),
     ] = None,
 ) -> None:
-    """Tables, curves and verdicts of a study on one page that opens offline."""
+    """Tables, curves and verdicts of a study on one page that opens offline. Of several: all of them side by side."""
     from ..study.pack import is_packed, page_of
 
+    if len(studies) > 1:
+        given = (("--md", md), ("--latex", latex), ("--csv", csv), ("--json", as_json), ("--against", against))
+        if wrong := next((name for name, value in given if value is not None), None):
+            raise ValueError(f"{wrong}: works on one study at a time; {len(studies)} are given")
+        if out is None:
+            raise ValueError("-o: say where the page of several studies goes, e.g. -o together.html")
+        _several(studies, out, pdf, check)
+        return
+    (where,) = studies
     folder = _folder(where)
     if against is not None:
         if check or out or md or latex or pdf or csv or as_json:
@@ -254,15 +274,7 @@ def report(
     if check:
         from ..report.check import check_report
 
-        checked = check_report(folder, page)
-        for difference in checked.differences:
-            print(difference)
-        if found := len(checked.differences):
-            raise ValueError(
-                f"{page}: differs from its records in {found} place{'s' * (found != 1)}, listed above; if the records "
-                f"are right, write the page anew with oelm report {where}"
-            )
-        print(f"{page}: {checked.numbers} numbers and {checked.figures} figures are all what the records say")
+        _say_checked(check_report(folder, page), page, [where])
         return
     from ..report.html import write_report
     from ..report.text import verdict_lines
@@ -273,6 +285,32 @@ def report(
     for kind, path in written:
         if path:
             print(f"{kind}: {path}")
+
+
+def _several(studies: list[Path], page: Path, pdf: Path | None, check: bool) -> None:
+    folders = [_folder(where) for where in studies]
+    if check:
+        from ..report.check import check_several
+
+        _say_checked(check_several(folders, page), page, studies)
+        return
+    from ..report.html import write_several
+    from ..report.text import several_lines
+
+    print(f"{several_lines(write_several(folders, page, pdf))}\n\nReport: {page}")
+    if pdf:
+        print(f"PDF: {pdf}")
+
+
+def _say_checked(checked: Checked, page: Path, studies: list[Path]) -> None:
+    for difference in checked.differences:
+        print(difference)
+    if found := len(checked.differences):
+        raise ValueError(
+            f"{page}: differs from its records in {found} place{'s' * (found != 1)}, listed above; if the records "
+            f"are right, write the page anew with oelm report {' '.join(map(str, studies))} -o {page}"
+        )
+    print(f"{page}: {checked.numbers} numbers and {checked.figures} figures are all what the records say")
 
 
 def _folder(where: Path) -> Path:
