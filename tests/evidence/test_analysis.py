@@ -169,7 +169,7 @@ def test_other_tokens_and_runs_outside_the_plan_are_reported(tmp_path):
     edit(path, id=content_id(facts["science"]), science=facts["science"], config=facts["config"])
     text = said(tmp_path / "s", "warning")
     assert "did not all read the same data" in text
-    assert "Not in this study's plan, or there twice, and left out: stray" in text
+    assert "Left out, because they are not in this study's plan or are there twice: stray" in text
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,9 @@ def test_a_seed_that_went_astray_is_named(tmp_path):
             line["ppl"] *= math.exp(0.4)
             line["bits_per_byte"] += 0.4 / 2.2
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    assert "Seeds that went astray: oelm-random, lr 0.001, seed 3 (3." in said(tmp_path / "s", "note")
+    assert "Seeds that ended far above their arm's others: oelm-random, lr 0.001, seed 3 (3." in said(
+        tmp_path / "s", "note"
+    )
 
 
 def test_step_times_of_separate_runs_are_never_called_impossible(tmp_path):
@@ -483,7 +485,7 @@ def test_a_copied_run_counts_once(tmp_path):
     fake_study(tmp_path / "s", seeds=2, search=False)
     shutil.copytree(next((tmp_path / "s").glob("oelm-lr*-s0-*")), tmp_path / "s" / "aaa-copy")
     assert comparison(analyse(tmp_path / "s"), "oelm").paired.n == 2
-    assert "there twice, and left out: aaa-copy" in said(tmp_path / "s", "warning")
+    assert "are there twice: aaa-copy" in said(tmp_path / "s", "warning")
 
 
 def test_the_published_margin_is_a_ratio_of_perplexities(tmp_path):
@@ -660,7 +662,7 @@ def test_looks_decide_by_their_own_wider_intervals_and_the_page_says_so(tmp_path
     assert c.level > 0.9999  # the first of four looks, of two comparisons
     assert c.margin_t.low < c.paired.t.low < c.paired.t.high < c.margin_t.high
     page = markdown(content(analysis))
-    assert "Decided at a look, so that fewer seeds than planned were needed: 4 of 12 planned seeds." in page
+    assert "Decided early, with fewer seeds than planned: 4 of 12 planned seeds." in page
     assert "decided at look 1 of 4, 4 pairs" in page
     assert "Looks at 4, 6, 8, 12 pairs" in page
     assert "Unfinished" not in page

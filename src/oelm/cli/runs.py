@@ -73,11 +73,12 @@ def train(
 
         print(rehearse(config))
         return
-    from ..training.run import run_training, summary
+    from ..training.run import finished_record, run_training, summary
 
+    again = finished_record(config) is not None
     record = run_training(config)
     if record and os.environ.get("RANK", "0") == "0":
-        print(summary(record))
+        print(f"already {summary(record)}" if again else summary(record))
         print(config.folder)
 
 

@@ -269,7 +269,7 @@ def report(
     folder = _folder(where)
     if against is not None:
         if check or out or md or latex or pdf or csv or as_json:
-            raise ValueError("--against: prints only, so no --check and no file to write with it")
+            raise ValueError("--against: only prints; leave out --check and the files to write")
         from ..evidence.analysis import analyse
         from ..report.text import arm_lines, notice_lines
         from ..study.watch import read_study

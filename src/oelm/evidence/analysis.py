@@ -209,7 +209,9 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     study, bench, probe = read_study(folder), read_bench(folder), read_probe(folder)
     if against is not None:
         if against not in study.arms:
-            raise ValueError(f"{against}: not an arm of {study.name}; it has {', '.join(study.arms)}")
+            raise ValueError(
+                f"--against {against}: the study {study.name} has no such arm; it has {', '.join(study.arms)}"
+            )
         study = study.model_copy(update={"decide": study.decide.model_copy(update={"reference": against})})
     runs, left_out = read_records(folder, study.decide)
     by_cell = {run.cell: run for run in runs}
