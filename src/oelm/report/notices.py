@@ -140,9 +140,7 @@ def _extended(analysis: Analysis) -> list[str]:
     if not seeds:
         return []
     text = f"seed{'s' * (len(seeds) != 1)} {_listed(seeds)} {'was' if len(seeds) == 1 else 'were'} added"
-    return [
-        f"Extended: {text} after the study had begun. If the results so far were the reason, the verdicts are too lenient."
-    ]
+    return [f"Extended: {text} after the study had begun. If results were the reason, the verdicts are too lenient."]
 
 
 def _spared(analysis: Analysis) -> list[str]:
@@ -176,7 +174,10 @@ def _astray(analysis: Analysis) -> list[str]:
                 if run.best["loss"] > middle + ASTRAY:
                     where = f"{_at(arm.name, setting.title)}, lr {run.lr:g}, seed {run.seed}"
                     found.append(f"{where} ({run.best['loss']:.2f} nats, median {middle:.2f})")
-    advice = "Training was unstable there, which widens the arm's interval. Lower rates, a longer warm-up or more search seeds (lr.seeds) may help."
+    advice = (
+        "Training was unstable there, which widens the arm's interval. Lower rates, a longer warm-up or more search "
+        "seeds (lr.seeds) may help."
+    )
     return [f"Seeds that ended far above their arm's others: {_listed(found)}. {advice}"] if found else []
 
 
@@ -204,7 +205,8 @@ def _redefined(analysis: Analysis) -> list[str]:
     """Arms whose name stands for something else by now."""
     found = {(cell.group.arm, run.arm_then) for cell, run in (*analysis.search, *analysis.compare) if run.arm_then}
     return [
-        f"The definition of {arm} has changed since these runs were made: {changed}. The method page (docs/method.md) has its present name."
+        f"The definition of {arm} has changed since these runs were made: {changed}. "
+        "docs/method.md has its present name."
         for arm, changed in sorted(found)
     ]
 
