@@ -135,6 +135,7 @@ def test_prepare_train_and_sample(tmp_path, monkeypatch, capsys):
     assert "vocabulary 288, uint16" in prepared
     trained = run("train", *words)
     assert trained.splitlines()[-2].startswith("finished: best PPL")
+    assert run("train", *words).splitlines()[-2].startswith("already finished: best PPL")
     assert "frozen tensors unchanged" in run("verify", str(tmp_path / "run"))
     assert run("sample", str(tmp_path / "run"), "--prompt", "the cat", "--tokens", "8").startswith("the cat")
     error = fails(monkeypatch, capsys, "predict", str(tmp_path / "run"), "--text", "x")
@@ -199,9 +200,9 @@ def test_report_compares_with_another_arm_and_writes_nothing(tmp_path, monkeypat
     error = fails(monkeypatch, capsys, "report", str(folder), "--against", "baseline")
     assert "the study's own reference" in error
     error = fails(monkeypatch, capsys, "report", str(folder), "--against", "oelm-r")
-    assert "oelm-r: not an arm of s; it has baseline, oelm" in error
+    assert "--against oelm-r: the study s has no such arm; it has baseline, oelm" in error
     error = fails(monkeypatch, capsys, "report", str(folder), "--against", "oelm", "--check")
-    assert "--against: prints only" in error
+    assert "--against: only prints" in error
 
 
 def test_a_second_look_warns_about_its_own_comparisons(tmp_path):

@@ -88,18 +88,18 @@ class ModelConfig(Section):
     """Which model. Shape fields left out come from the preset; but for `context` they apply to our GPT only."""
 
     name: str = "small"  # a preset of ours, a Hugging Face name or architecture, or a folder with config.json
-    pretrained: bool | None = None  # a Hugging Face model begins with weights (left out: if it has some) or at random
+    pretrained: bool | None = None  # start a Hugging Face model from its weights, or at random; default: weights
     n_layer: int | None = Field(None, gt=0, le=10_000)  # number of layers
     n_head: int | None = Field(None, gt=0, le=WIDEST)  # attention heads of a layer
     d_model: int | None = Field(None, gt=0, le=WIDEST)  # width of the residual stream
     d_ff: int | None = Field(None, gt=0, le=WIDEST * 4)  # width inside the feed-forward part; default: 4 x d_model
-    context: int | None = Field(None, gt=0, le=2**24)  # tokens that a training sequence has and the model can see
+    context: int | None = Field(None, gt=0, le=2**24)  # tokens of a training sequence: what the model can see
     vocab_size: int | None = Field(None, gt=0, le=2**24)  # rows of the token table; default: the tokenizer's
-    positions: Literal["learned", "rotary", "relative"] | None = None  # relative: a bias on top of learned ones
+    positions: Literal["learned", "rotary", "relative"] | None = None  # relative: learned, and a bias for distance
     qk_norm: bool | None = None  # RMS-normalise queries and keys
     bias: bool | None = None  # whether linear layers and layer norms have a bias
     init_std: InitStd | None = None  # spread of the weights at the start: a number, or width for 1/sqrt(d_model)
-    dtype: Literal["fp32", "bf16"] | None = None  # of pretrained weights in memory; default: fp32, however stored
+    dtype: Literal["fp32", "bf16"] | None = None  # precision of pretrained weights in memory; default: fp32
 
 
 class MethodConfig(Section):
@@ -139,15 +139,15 @@ class DataConfig(Section):
     corpus: Corpus = "stdlib"  # texts: a name from `oelm ls`, or your files: a path, a folder or a glob
     revision: str | None = None  # version of a hub corpus; default: the pinned one
     tokenizer: str = "bpe:4096"  # gpt2, bpe:<size> (trained on the corpus), bytes, or a path
-    val_fraction: float = Field(0.01, gt=0, lt=1)  # documents held out where there is no validation split
-    test_fraction: float | None = Field(None, gt=0, lt=1)  # documents for a test split, measured once; default: none
+    val_fraction: float = Field(0.01, gt=0, lt=1)  # share held out for validation, if the corpus has no split
+    test_fraction: float | None = Field(None, gt=0, lt=1)  # share for a test split, measured once; default: 0
 
 
 class TaskConfig(Section):
     """Which labelled texts to fine-tune on. A run without this section is a language model's."""
 
     name: str  # labelled texts: a name from `oelm ls`, or `own`, which needs the files, columns and labels below
-    path: str | None = None  # folder with local files in the task's own layout; default: the hub
+    path: str | None = None  # folder with the task's files in their usual layout; default: download from the hub
     revision: str | None = None  # version on the hub; default: the pinned one
     language: str | None = None  # which of the languages of xnli; default: en
     train: str | list[str] | None = None  # files, instead of those in `path`: .tsv .csv .jsonl .parquet [.xz .gz]
@@ -157,8 +157,8 @@ class TaskConfig(Section):
     label: str | None = None  # column of the label
     labels: list[str] | None = Field(None, min_length=2)  # its values, in the order of the classes
     style: Literal["classify", "text"] = "classify"  # text: an encoder-decoder writes the label's name
-    max_length: int = Field(128, ge=4)  # tokens of a text; longer ones are cut and counted
-    train_examples: int | None = Field(None, ge=1)  # train on so many, the same for every seed and arm; default: all
+    max_length: int = Field(128, ge=4)  # longer texts are cut to this many tokens; the log says how many were
+    train_examples: int | None = Field(None, ge=1)  # train on this many, the same for every seed; default: all
 
 
 DECAY_SHARE = 0.2  # of a wsd run, where the config says nothing
@@ -167,27 +167,27 @@ DECAY_SHARE = 0.2  # of a wsd run, where the config says nothing
 class TrainConfig(Section):
     """How to train."""
 
-    max_steps: int | None = Field(None, ge=1, le=2**40)  # optimizer steps; default: 1000, or what `epochs` makes
+    max_steps: int | None = Field(None, ge=1, le=2**40)  # optimizer steps; default: 1000, or as many as `epochs` needs
     epochs: float | None = Field(None, gt=0)  # passes over a task's training texts, in place of max_steps
-    max_tokens: int | None = Field(None, ge=1)  # end after so many tokens, at a whole step
-    max_time: float | None = Field(None, gt=0)  # end after so many seconds; evaluation and checkpoints do not count
+    max_tokens: int | None = Field(None, ge=1)  # stop after so many tokens, at a whole step
+    max_time: float | None = Field(None, gt=0)  # stop after so many seconds of training
     batch_size: int = Field(16, ge=1, le=2**24)  # sequences per step, over all processes together
-    accumulate: int = Field(1, ge=1)  # cut the batch into this many parts, one after the other, to save memory
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices inside the layers, else AdamW
+    accumulate: int = Field(1, ge=1)  # process the batch in this many parts, to save memory
+    optimizer: Literal["adamw", "muon"] = "adamw"  # adamw, or muon: Muon for the layers' matrices, AdamW for the rest
     lr: float = Field(1e-3, gt=0)  # the highest learning rate, reached after the warm-up
-    decay: Literal["cosine", "linear", "wsd"] | None = None  # how lr falls; wsd: stays up first; default: cosine
+    decay: Literal["cosine", "linear", "wsd"] | None = None  # wsd: constant, then down; default: cosine
     decay_share: float | None = Field(None, gt=0, le=1)  # last part of a wsd run, in which lr falls; default: 0.2
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)  # where the decay ends, as a share of lr
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)  # lr at the end of the run, as a share of lr
     warmup_steps: int | None = Field(None, ge=0)  # steps until lr is reached; default: 100, or a tenth of a shorter run
-    weight_decay: float = Field(0.1, ge=0)  # pull of the matrices towards zero; norms and biases have none
-    betas: tuple[float, float] = (0.9, 0.95)  # memory of AdamW's two averages
-    average: float | None = Field(None, gt=0, lt=1)  # evaluate and save a moving average of the weights: its decay
-    clip: float | None = Field(1.0, gt=0)  # largest norm of the gradient; null: no limit
+    weight_decay: float = Field(0.1, ge=0)  # AdamW's weight decay of matrices; norms and biases have none
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's two decay rates
+    average: float | None = Field(None, gt=0, lt=1)  # decay of a moving average of the weights, used in their place
+    clip: float | None = Field(1.0, gt=0)  # clip the gradient's norm at this value; null: no limit
     gradient_compression: Literal["bf16"] | None = None  # several processes (DDP) add up their gradients in bf16
-    layer_lr_decay: float = Field(1.0, gt=0, le=1)  # each layer below the top learns at this share of the one above
-    vo_lr_scale: float | None = Field(None, gt=0)  # the value and output projections learn at this multiple of lr
-    eval_every: int = Field(200, ge=1)  # steps between evaluations; there is one at the end too
-    eval_tokens: int | None = Field(20_000, ge=1)  # tokens of the validation split to measure on; null: all of it
+    layer_lr_decay: float = Field(1.0, gt=0, le=1)  # lr of a layer as a share of the lr of the layer above it
+    vo_lr_scale: float | None = Field(None, gt=0)  # lr of the value and output projections, as a multiple of lr
+    eval_every: int = Field(200, ge=1)  # steps between evaluations; the last step is always evaluated
+    eval_tokens: int | None = Field(20_000, ge=1)  # validation tokens per evaluation; null: all of them
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"  # auto: bf16 where a GPU has it, else fp32
 
     @model_validator(mode="after")
@@ -223,17 +223,17 @@ class SystemConfig(Section):
     runs_dir: Place = "runs"  # folder for run folders, unless `out` names one
     threads: int | None = Field(None, ge=1)  # CPU threads of a run; default: OMP_NUM_THREADS, else all cores
     workers: int | None = Field(None, ge=1)  # processes that tokenise; default: one for each core
-    compile: bool | Compiling = False  # each layer by torch.compile: true, default, max-autotune, reduce-overhead
+    compile: bool | Compiling = False  # torch.compile each layer: true, default, max-autotune or reduce-overhead
     gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
-    deterministic: bool = False  # bits that repeat on CUDA too, slower; an error where a kernel cannot
+    deterministic: bool = False  # repeat bit for bit on CUDA too: slower, an error if a kernel cannot
     checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; default: at every evaluation
-    checkpoint_seconds: float | None = Field(None, gt=0)  # seconds between checkpoints, besides
+    checkpoint_seconds: float | None = Field(None, gt=0)  # also after so many seconds since the last one
     checkpoint_async: bool | None = None  # a thread writes checkpoints while steps go on; default: on a GPU
-    keep: Literal["best", "last", "all"] = "best"  # a finished run's best model; and last/; and previous/
+    keep: Literal["best", "last", "all"] = "best"  # a finished run keeps best/; last: and last/; all: and previous/
     log_every: int = Field(10, ge=1)  # steps between lines of metrics.jsonl
-    prefixes: str | None = None  # folder of first steps that runs of several lengths share; a study sets it
-    prefix_steps: list[int] = []  # steps after which such a state is worth keeping; a study sets them
-    trackers: list[str] = []  # where to log besides: tensorboard, wandb, mlflow, ... as Accelerate knows them
+    prefixes: str | None = None  # folder for the first steps that runs of several lengths share; set by a study
+    prefix_steps: list[int] = []  # the steps at which to save them; set by a study
+    trackers: list[str] = []  # also log to: tensorboard, wandb, mlflow, ... (Accelerate's names)
 
 
 # What a run with a task has where it says nothing: the habits of encoder fine-tuning.

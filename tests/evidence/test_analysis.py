@@ -169,7 +169,7 @@ def test_other_tokens_and_runs_outside_the_plan_are_reported(tmp_path):
     edit(path, id=content_id(facts["science"]), science=facts["science"], config=facts["config"])
     text = said(tmp_path / "s", "warning")
     assert "did not all read the same data" in text
-    assert "Not in this study's plan, or there twice, and left out: stray" in text
+    assert "Left out, because they are not in this study's plan or are there twice: stray" in text
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,9 @@ def test_a_seed_that_went_astray_is_named(tmp_path):
             line["ppl"] *= math.exp(0.4)
             line["bits_per_byte"] += 0.4 / 2.2
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    assert "Seeds that went astray: oelm-random, lr 0.001, seed 3 (3." in said(tmp_path / "s", "note")
+    assert "Seeds that ended far above their arm's others: oelm-random, lr 0.001, seed 3 (3." in said(
+        tmp_path / "s", "note"
+    )
 
 
 def test_step_times_of_separate_runs_are_never_called_impossible(tmp_path):
@@ -483,7 +485,7 @@ def test_a_copied_run_counts_once(tmp_path):
     fake_study(tmp_path / "s", seeds=2, search=False)
     shutil.copytree(next((tmp_path / "s").glob("oelm-lr*-s0-*")), tmp_path / "s" / "aaa-copy")
     assert comparison(analyse(tmp_path / "s"), "oelm").paired.n == 2
-    assert "there twice, and left out: aaa-copy" in said(tmp_path / "s", "warning")
+    assert "are there twice: aaa-copy" in said(tmp_path / "s", "warning")
 
 
 def test_the_published_margin_is_a_ratio_of_perplexities(tmp_path):
@@ -526,12 +528,32 @@ def test_the_interval_that_decides_stands_beside_the_verdict(tmp_path):
     arm = next(arm for arm in found.settings[0].arms if arm.name == "oelm-random")
     c = arm.comparison
     assert c.level > 0.95  # three comparisons, corrected
-    assert c.decides.low < c.paired.t.low < c.paired.t.high < c.decides.high
-    low, high = (math.exp(end) for end in c.decides)
+    assert c.margin_t.low < c.paired.t.low < c.paired.t.high < c.margin_t.high
+    low, high = (math.exp(end) for end in c.margin_t)
     line = next(line for line in verdict_lines(found).splitlines() if line.startswith("oelm-random"))
     assert f"by [{low:.3f}, {high:.3f}], {c.level:.1%}" in line
     fake_study(tmp_path / "t", search=False, decide={"correction": "none"})
     assert "(by [" not in verdict_lines(analyse(tmp_path / "t"))  # the same interval twice says nothing
+
+
+def test_beside_a_claim_about_zero_stands_the_interval_that_is_held_against_zero(tmp_path):
+    """The interval held against the margin may show another side of zero: beside the verdict it reads as an error."""
+
+    def line(name, arm, noise, better, worse):
+        cost = {"baseline": 0.0, "oelm": better, "oelm-random": worse}
+        fake_study(tmp_path / name, search=False, steps=100, noise=noise, cost=cost)
+        found = analyse(tmp_path / name)
+        text = next(line for line in verdict_lines(found).splitlines() if line.startswith(f"{arm} "))
+        return comparison(found, arm), text
+
+    c, text = line("s", "oelm", 0.008, -0.025, 0.03)
+    assert (c.verdict.decision, c.zero_t.high < 0 < c.margin_t.high) == ("superior", True)
+    assert c.decides == (c.zero_t, c.zero_level)
+    assert f"{math.exp(c.margin_t.high):.3f}" not in text
+    c, text = line("t", "oelm-random", 0.016, -0.025, 0.03)
+    assert (c.verdict.decision, c.margin_t.low > 0 > c.zero_t.low) == ("inconclusive", True)
+    low, high = (math.exp(end) for end in c.zero_t)
+    assert f"against zero [{low:.3f}, {high:.3f}], {c.zero_level:.1%}" in text
 
 
 def test_a_timing_of_another_shape_is_left_out_with_the_command_for_the_right_one(tmp_path):
@@ -638,9 +660,9 @@ def test_looks_decide_by_their_own_wider_intervals_and_the_page_says_so(tmp_path
     c = comparison(analysis, "oelm")
     assert (c.verdict.decision, c.looked.look, c.pairs, c.provisional) == ("non-inferior", 1, 4, True)
     assert c.level > 0.9999  # the first of four looks, of two comparisons
-    assert c.decides.low < c.paired.t.low < c.paired.t.high < c.decides.high
+    assert c.margin_t.low < c.paired.t.low < c.paired.t.high < c.margin_t.high
     page = markdown(content(analysis))
-    assert "Decided at a look, so that fewer seeds than planned were needed: 4 of 12 planned seeds." in page
+    assert "Decided early, with fewer seeds than planned: 4 of 12 planned seeds." in page
     assert "decided at look 1 of 4, 4 pairs" in page
     assert "Looks at 4, 6, 8, 12 pairs" in page
     assert "Unfinished" not in page

@@ -29,14 +29,14 @@ addEventListener("load", () => {
     return [f.dataset.figure, box.width, box.height, getComputedStyle(text).fill];
   });
   const width = [document.documentElement.scrollWidth, innerWidth];
-  const closed = document.getElementById("runs").open;
+  const runs = document.querySelector("details.runs"), closed = runs.open;
   document.querySelector(".verdict a.n").click();
   const hits = document.querySelectorAll("tr.hit").length;
   const cues = [...document.querySelectorAll(".scroll")].map(
     s => [s.scrollWidth > s.clientWidth, s.classList.contains("more"), getComputedStyle(s, "::before").content]);
   const paper = getComputedStyle(document.body).backgroundColor;
   parent.postMessage(JSON.stringify(
-    { problems, orders, sort, figures, width, hits, cues, paper, closed, open: document.getElementById("runs").open }
+    { problems, orders, sort, figures, width, hits, cues, paper, closed, open: runs.open }
   ), "*");
 });
 </script>"""

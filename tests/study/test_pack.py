@@ -103,5 +103,5 @@ def test_an_arm_of_another_study_can_be_the_reference(tmp_path):
     (tmp_path / "tested" / "study.json").write_text(json.dumps({k: v for k, v in study.items() if k != "seal"}))
     with pytest.raises(ValueError, match="not the same quantity"):
         analyse(tmp_path / "ours", f"{tmp_path / 'tested'}:fair")
-    with pytest.raises(ValueError, match="not an arm of theirs"):
+    with pytest.raises(ValueError, match="the study theirs has no such arm"):
         analyse(tmp_path / "ours", f"{tmp_path / 'theirs'}:nobody")

@@ -14,18 +14,29 @@ if TYPE_CHECKING:
     from ..method.arms import OelmConfig
 
 app = typer.Typer()
+HEADS = {
+    "arms": ": how the queries (q) and keys (k) start, a frame kind or as built; what is frozen (method=...)",
+    "frame kinds": ": ways to fill a projection's weight (method.init=...)",
+    "model presets": ": our own GPT (model=...)",
+    "corpora": ": texts for a language model (data=...)",
+    "tasks": ": labelled texts for a classifier (task=...)",
+    "encoders": ": models for a task (model=...)",
+    "known without the hub": ": models that oelm inspect can build offline, with random weights",
+}
 
 
 @app.command("ls", epilog=examples("oelm ls", "oelm ls settings", "oelm ls study -f json", "oelm ls runs runs/"))
 def list_everything(
     what: Annotated[
         str | None,
-        typer.Argument(help="settings: every key of a run, its default and meaning; study: of a study file; runs"),
+        typer.Argument(
+            help="settings (every key of a run), study (every key of a study file) or runs (your run folders)"
+        ),
     ] = None,
-    where: Annotated[list[Path] | None, typer.Argument(help="of runs: folders to look in; default: runs")] = None,
+    where: Annotated[list[Path] | None, typer.Argument(help="with runs: the folders to look in; default: runs")] = None,
     form: Format = "text",
 ) -> None:
-    """List the arms, frame kinds, models, corpora and tasks; or the settings of a run or of a study; or your runs."""
+    """List arms, frame kinds, models, corpora and tasks; or all settings of a run or of a study file; or your runs."""
     kinds = ("settings", "study", "runs")
     if what not in (None, *kinds):
         raise ValueError(f"{what}: nothing of that name to list; say oelm ls, or oelm ls {', '.join(kinds)}")
@@ -71,7 +82,7 @@ def list_everything(
         print(json.dumps(listing, indent=2))
         return
     for title, entries in listing.items():
-        print(f"{title}")
+        print(f"{title}{HEADS.get(title, '')}")
         for name, text in entries.items():
             print(f"  {name:<26}{text}")
 
@@ -80,14 +91,21 @@ def list_everything(
     epilog=examples("oelm inspect bert-base-uncased method=oelm --labels 3", "oelm inspect llama method=oelm-q -f json")
 )
 def inspect(
-    model: Annotated[str, typer.Argument(help="preset, Hugging Face name, local folder or architecture")],
+    model: Annotated[
+        str,
+        typer.Argument(help="a preset (oelm ls), a Hugging Face name, a local folder or an architecture such as llama"),
+    ],
     words: Words = None,
-    labels: Annotated[int | None, typer.Option(help="classes of a classification head", min=1, max=2**20)] = None,
-    context: Annotated[int | None, typer.Option(help="tokens per sequence for the FLOP ceiling", min=1)] = None,
+    labels: Annotated[
+        int | None, typer.Option(help="give the model a classification head with so many classes", min=1, max=2**20)
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="tokens per sequence, for the estimate of what can be saved", min=1)
+    ] = None,
     trust: Trust = False,
     form: Format = "text",
 ) -> None:
-    """Dry surgery: which projections, how many parameters, how orthonormal, what it can save. Trains nothing."""
+    """Show what would be frozen in a model, how many parameters that is, and what it can save. Trains nothing."""
     json_wanted = is_json(form)
     from ..config import load_config
     from ..inspection import inspect_model

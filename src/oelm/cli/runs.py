@@ -16,7 +16,7 @@ app = typer.Typer()
 
 @app.command(epilog=examples("oelm prepare data=stdlib", "oelm prepare data=stories/ data.tokenizer=gpt2:gpt2-files/"))
 def prepare(words: FileAndWords = None) -> None:
-    """Corpus -> train.bin, val.bin and manifest.json. Does nothing when they are there already."""
+    """Turn a corpus into tokens: train.bin, val.bin, manifest.json. Does nothing if they are there already."""
     from ..config import load_config
     from ..training.pretrain import prepare_data
 
@@ -38,22 +38,22 @@ def prepare(words: FileAndWords = None) -> None:
 )
 def train(
     words: FileAndWords = None,
-    model_type: Annotated[str | None, typer.Option("--model_type", help="the published spelling of method=")] = None,
-    dataset: Annotated[str | None, typer.Option("--dataset", help="the published spelling of data=")] = None,
-    max_lr: Annotated[float | None, typer.Option("--max_lr", help="the published spelling of train.lr=")] = None,
-    max_steps: Annotated[int | None, typer.Option("--max_steps", help="... of train.max_steps=")] = None,
-    out_dir: Annotated[str | None, typer.Option("--out_dir", help="... of out=")] = None,
+    model_type: Annotated[str | None, typer.Option("--model_type", help="the same as method=...")] = None,
+    dataset: Annotated[str | None, typer.Option("--dataset", help="the same as data=...")] = None,
+    max_lr: Annotated[float | None, typer.Option("--max_lr", help="the same as train.lr=...")] = None,
+    max_steps: Annotated[int | None, typer.Option("--max_steps", help="the same as train.max_steps=...")] = None,
+    out_dir: Annotated[str | None, typer.Option("--out_dir", help="the same as out=...")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="one step with random weights on random tokens; writes nothing")
+        bool, typer.Option("--dry-run", help="check everything with one step on random tokens; writes nothing")
     ] = False,
     trust: Trust = False,
 ) -> None:
-    """One run, from texts to checkpoint. The same command again goes on where an interrupted run stopped.
+    """Train one model. Run the same command again to resume an interrupted run.
 
-    A language model's texts are data=..., a classifier's are task=... (see oelm ls).
+    Give a language model its texts with data=..., a classifier its labelled texts with task=... (see oelm ls).
 
-    With one of the published study's options and no file, its model and data are the defaults (Medium-512, GPT-2
-    tokens, batch 8). Several processes: accelerate launch -m oelm.cli train ...
+    The options with an underscore are those of the published study. With one of them and no file, the defaults are
+    that study's too (Medium-512, GPT-2 tokens, batch 8). On several GPUs: accelerate launch -m oelm.cli train ...
     """
     from ..config import load_config
 
@@ -73,11 +73,12 @@ def train(
 
         print(rehearse(config))
         return
-    from ..training.run import run_training, summary
+    from ..training.run import finished_record, run_training, summary
 
+    again = finished_record(config) is not None
     record = run_training(config)
     if record and os.environ.get("RANK", "0") == "0":
-        print(summary(record))
+        print(f"already {summary(record)}" if again else summary(record))
         print(config.folder)
 
 
@@ -89,16 +90,16 @@ def train(
 )
 def sample(
     run: Annotated[Path, typer.Argument(help="a run folder, any folder with a saved model, or a study's folder")],
-    prompt: Annotated[list[str] | None, typer.Option(help="text to go on from; may be given several times")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="text to continue; may be given several times")] = None,
     tokens: Annotated[int, typer.Option(help="how many tokens to add", min=1)] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time", min=0.0)] = 0.8,
-    seed: Annotated[int, typer.Option(help="of the random choice of tokens", min=0, max=2**63 - 1)] = 0,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token", min=0.0)] = 0.8,
+    seed: Annotated[int, typer.Option(help="seed of the random choice of tokens", min=0, max=2**63 - 1)] = 0,
     trust: Trust = False,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="also write as JSON; a report shows FOLDER/samples.json")
+        Path | None, typer.Option("-o", "--out", help="also write them as JSON; a study's page shows its samples.json")
     ] = None,
 ) -> None:
-    """Text from a trained GPT; of a study, from one run of each arm at the same prompts."""
+    """Write text with a trained GPT. Given a study: with one run of each arm, at the same prompts."""
     from ..models.generate import generate
     from ..record import write_atomically
     from ..study.watch import first_runs
@@ -126,13 +127,13 @@ def sample(
 )
 def predict(
     run: Annotated[Path, typer.Argument(help="the folder of a classifier's run")],
-    text: Annotated[list[str], typer.Option(help="to classify; may be given several times")],
+    text: Annotated[list[str], typer.Option(help="text to classify; may be given several times")],
     pair: Annotated[
-        list[str] | None, typer.Option(help="the second text of a task that reads two, one for each --text")
+        list[str] | None, typer.Option(help="the second text, for tasks that compare two; one for each --text")
     ] = None,
     form: Format = "text",
 ) -> None:
-    """What a trained classifier says of a text: each label and its probability."""
+    """Classify a text with a trained classifier: each label and its probability."""
     json_wanted = is_json(form)
     from ..training.finetune import predict as classify
 
@@ -150,7 +151,7 @@ def predict(
 
 @app.command(epilog=examples("oelm verify runs/debug", "oelm verify runs/quickstart/oelm-s0-1a2b3c4d5e6f"))
 def verify(run: Annotated[str, typer.Argument(help="a run folder")], trust: Trust = False) -> None:
-    """Re-check a saved run: frozen bytes, orthonormality, counts, and that log and record agree."""
+    """Check a saved run again: that nothing frozen has changed, the counts, and that log and record agree."""
     from ..training.audit import audit
 
     for line in audit(Path(run)):
@@ -161,11 +162,12 @@ def verify(run: Annotated[str, typer.Argument(help="a run folder")], trust: Trus
 def export_model(
     run: Annotated[str, typer.Argument(help="a run folder, or a folder with a saved GPT of ours")],
     form: Annotated[
-        str | None, typer.Option("--as", help="gpt2, gptneox, llama, or own code; default: the first that fits")
+        str | None,
+        typer.Option("--as", help="gpt2, gptneox, llama or own (with our model's code); default: the first that fits"),
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="folder; default: RUN/export-FORM")] = None,
 ) -> None:
-    """The best model as a plain Hugging Face folder, with a model card: loads everywhere without oelm."""
+    """Save a run's best model as a plain Hugging Face folder with a model card, to be loaded without oelm."""
     from ..export import export
 
     folder, proven = export(Path(run), form, out)
@@ -179,13 +181,13 @@ def export_model(
 )
 def evaluate_model(
     run: Annotated[str, typer.Argument(help="a run folder, or any folder with a saved causal language model")],
-    tasks: Annotated[str, typer.Option(help="names of lm-evaluation-harness, with commas between")],
+    tasks: Annotated[str, typer.Option(help="task names of lm-evaluation-harness, separated by commas")],
     include: Annotated[Path | None, typer.Option(help="a folder with task files of your own")] = None,
-    limit: Annotated[int | None, typer.Option(help="so many examples of each task", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="use only so many examples of each task", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="sequences at a time", min=1)] = 8,
     form: Format = "text",
 ) -> None:
-    """Scores of a trained language model on tasks of lm-evaluation-harness (extra: eval)."""
+    """Score a trained language model with lm-evaluation-harness (pip install '.[eval]')."""
     json_wanted = is_json(form)
     from ..harness import evaluate
 
@@ -206,7 +208,7 @@ def probe(
     ] = None,
     form: Format = "text",
 ) -> None:
-    """Where each head of a trained GPT looks: entropy, previous token, induction, recall. Several runs: by arm."""
+    """Show what each attention head of a trained GPT looks at. Given several runs: averages by arm (docs/probes.md)."""
     json_wanted = is_json(form)
     from ..probe import arm_table, find_runs, head_table, probe_run, to_json
     from ..record import write_atomically
@@ -225,7 +227,7 @@ def probe(
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="run folders", metavar="RUN RUN...")], form: Format = "text"
 ) -> None:
-    """Any runs side by side: what was measured, which settings differ, and what the comparison cannot say."""
+    """Put runs side by side: results, settings that differ, and what such a comparison cannot show."""
     json_wanted = is_json(form)
     from ..runs import compare as side_by_side
     from ..runs import comparison_lines
@@ -249,7 +251,7 @@ def clean(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="remove what is listed")] = False,
 ) -> None:
-    """List what no run needs any more, with its size: checkpoints of finished runs, leftovers. --yes removes it."""
+    """List files that finished runs no longer need, such as checkpoints, with their size. --yes removes them."""
     from ..runs import Keep, list_runs, remove, size_of, unneeded
 
     if keep not in (None, *get_args(Keep)):

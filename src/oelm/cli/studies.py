@@ -7,15 +7,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .words import FileAndWords, Format, Trust, Words, examples, is_json, joined, split_file
 
+if TYPE_CHECKING:
+    from ..report.check import Checked
+
 app = typer.Typer()
 study = typer.Typer(help="Plan, run and follow a study.", no_args_is_help=True)
-bench = typer.Typer(help="Compare step times of arms in turns.", no_args_is_help=True)
+bench = typer.Typer(help="Compare the step times of arms.", no_args_is_help=True)
 
 
 @bench.command(
@@ -29,23 +32,26 @@ def step(
     words: FileAndWords = None,
     arms: Annotated[
         str | None,
-        typer.Option(help="the reference first, separated by commas; default: baseline,oelm, or all of a study's"),
+        typer.Option(
+            help="separated by commas, the reference first; default: baseline,oelm, or all arms of the study file"
+        ),
     ] = None,
-    size: Annotated[str | None, typer.Option(help="which of a study's sizes")] = None,
+    size: Annotated[str | None, typer.Option(help="which size of the study file")] = None,
     vocab: Annotated[int | None, typer.Option(help="vocabulary size; default: the tokenizer's", min=2)] = None,
-    blocks: Annotated[int, typer.Option(help="turns of each arm that count", min=2)] = 12,
-    steps: Annotated[int, typer.Option(help="steps a turn", min=1)] = 3,
+    blocks: Annotated[int, typer.Option(help="turns of each arm", min=2)] = 12,
+    steps: Annotated[int, typer.Option(help="steps in a turn", min=1)] = 3,
     until: Annotated[
-        str | None, typer.Option(metavar="WIDTH", help="more turns until every 95 % interval is so narrow, e.g. 1%")
+        str | None,
+        typer.Option(metavar="WIDTH", help="add turns until every 95 % interval is at most this wide, e.g. 1%"),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="end then, whatever is reached", min=0.01)] = 10.0,
+    minutes: Annotated[float, typer.Option(help="stop after so many minutes in any case", min=0.01)] = 10.0,
     out: Annotated[str | None, typer.Option("-o", "--out", help="also write the result as JSON")] = None,
     form: Format = "text",
 ) -> None:
-    """Step times of several arms, interleaved in one process, with the FLOP ceiling beside each saving.
+    """Time the training steps of several arms in turns, in one process, and show what freezing could save at most.
 
-    A study file gives model, batch, vocabulary and arms. Turns beside which the machine was not its usual self are
-    thrown out (see docs/speed.md).
+    Given a study file, its model, batch, vocabulary and arms are used. Turns during which the machine was unusually
+    slow or fast are discarded (see docs/speed.md).
     """
     json_wanted, width = is_json(form), None if until is None else _share("--until", until)
     from ..config import load_config, read_yaml
@@ -73,14 +79,14 @@ def step(
 
 
 File = Annotated[Path, typer.Argument(help="a study file, e.g. configs/quickstart.yaml", metavar="FILE")]
-Scale = Annotated[str | None, typer.Option(help="cpu: the file's own smaller version")]
+Scale = Annotated[str | None, typer.Option(help="cpu: the smaller version that the file defines for a CPU")]
 Where = Annotated[
     Path, typer.Argument(help="a study folder, a packed study, or the file of one that has begun", metavar="STUDY")
 ]
 
 
-Page = Annotated[bool, typer.Option("--page", help="also as a page for a browser on this machine, kept current")]
-Port = Annotated[int, typer.Option(help="of the page, on 127.0.0.1; default: a free one", min=0, max=65535)]
+Page = Annotated[bool, typer.Option("--page", help="also serve a live page to a browser on this machine")]
+Port = Annotated[int, typer.Option(help="port of the live page on 127.0.0.1; 0: any free one", min=0, max=65535)]
 
 
 @contextmanager
@@ -98,7 +104,7 @@ def _page(folder: Path, wanted: bool, port: int) -> Iterator[None]:
 
 @study.command(epilog=examples("oelm study plan configs/quickstart.yaml", "oelm study plan configs/phase2-gpt.yaml"))
 def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "text") -> None:
-    """What the study would run, what it costs, and what its design can detect. Starts nothing."""
+    """Show what a study would run, how long that takes, and how small a difference it can detect. Runs nothing."""
     json_wanted = is_json(form)
     from dataclasses import asdict
 
@@ -123,13 +129,15 @@ def run(
     file: File,
     words: Words = None,
     scale: Scale = None,
-    on: Annotated[str, typer.Option(help="local or ray")] = "local",
-    address: Annotated[str | None, typer.Option(help="of the Ray cluster; default: the one this machine is in")] = None,
+    on: Annotated[str, typer.Option(help="local (this machine) or ray (a cluster)")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="address of the Ray cluster; default: the one this machine belongs to")
+    ] = None,
     trust: Trust = False,
     page: Page = False,
     port: Port = 0,
 ) -> None:
-    """Run what is unfinished, decide, and write the report. Called again, it reuses all that is finished."""
+    """Run all runs that are not finished yet, decide, and write the report. Call it again to resume."""
     from ..study.execute import run_study
     from ..study.plan import load_study
 
@@ -150,7 +158,7 @@ def run(
 
 @study.command(epilog=examples("oelm study status runs/quickstart", "oelm study status runs/quickstart -f json"))
 def status(where: Where, form: Format = "text") -> None:
-    """How every run of the study stands, once."""
+    """Show the status of every run of a study, once."""
     json_wanted = is_json(form)
     from ..study.watch import rows, status_table
 
@@ -163,7 +171,7 @@ def status(where: Where, form: Format = "text") -> None:
 
 @study.command(epilog=examples("oelm study watch runs/quickstart", "oelm study watch configs/quickstart.yaml --page"))
 def watch(where: Where, page: Page = False, port: Port = 0) -> None:
-    """The same as a live table, until all runs are over."""
+    """Show the status of every run of a study as a live table, until all runs are over."""
     from ..study.watch import watch as follow
 
     folder = _folder(where)
@@ -176,7 +184,7 @@ def pack(
     where: Where,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="the file; default: results/NAME.tar.xz")] = None,
 ) -> None:
-    """Write a study as one file, with a checksum of everything in it. Models and checkpoints stay where they are."""
+    """Pack a study's records into one file, with checksums. Models and checkpoints are not packed."""
     from ..study.pack import SUFFIX
     from ..study.pack import pack as write
 
@@ -197,7 +205,7 @@ def unpack(
     file: Annotated[Path, typer.Argument(help="a packed study", metavar="FILE")],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="the folder; default: runs/NAME")] = None,
 ) -> None:
-    """Write a packed study back into a folder, where it can go on."""
+    """Unpack a packed study into a folder, where it can be resumed."""
     from ..study.pack import SUFFIX, is_packed
     from ..study.pack import unpack as write
 
@@ -211,33 +219,57 @@ def unpack(
     epilog=examples(
         "oelm report runs/quickstart -o report.html --md report.md",
         "oelm report results/arms-tinystories.tar.xz --against results/repairs-tinystories.tar.xz:oelm-trainable",
+        "oelm report runs/first runs/second results/third.tar.xz -o together.html",
         "oelm report runs/quickstart --check -o report.html",
         "oelm report runs/quickstart --csv numbers.csv --json numbers.json",
     )
 )
 def report(
-    where: Where,
+    studies: Annotated[
+        list[Path],
+        typer.Argument(
+            help="study folders, packed studies, or files of studies that have begun",
+            metavar="STUDY...",
+        ),
+    ],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="the page; default: report.html in the study's folder")
+        Path | None,
+        typer.Option("-o", "--out", help="the page; default: report.html in the study's folder; required for several"),
     ] = None,
     md: Annotated[Path | None, typer.Option(help="also as Markdown")] = None,
     latex: Annotated[Path | None, typer.Option(help="also its tables as LaTeX")] = None,
     pdf: Annotated[Path | None, typer.Option(help="also as PDF (needs Chromium)")] = None,
-    csv: Annotated[Path | None, typer.Option(help="also every number with its runs, as a table")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="the same as JSON, with the verdict")] = None,
-    check: Annotated[bool, typer.Option("--check", help="re-derive every number of a written page")] = False,
+    csv: Annotated[Path | None, typer.Option(help="also every number, with the runs it comes from, as CSV")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="the same as JSON, and the verdict")] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="derive every number of a written page again from the records, and list what differs"
+        ),
+    ] = False,
     against: Annotated[
         str | None,
-        typer.Option(metavar="[STUDY:]ARM", help="compare with this arm, of this or another study; only prints"),
+        typer.Option(
+            metavar="[STUDY:]ARM", help="compare with this arm instead of the reference; prints, writes no page"
+        ),
     ] = None,
 ) -> None:
-    """Tables, curves and verdicts of a study on one page that opens offline."""
+    """Write a study's results as one page that opens offline. Given several studies: all of them side by side."""
     from ..study.pack import is_packed, page_of
 
+    if len(studies) > 1:
+        given = (("--md", md), ("--latex", latex), ("--csv", csv), ("--json", as_json), ("--against", against))
+        if wrong := next((name for name, value in given if value is not None), None):
+            raise ValueError(f"{wrong}: works on one study at a time; {len(studies)} are given")
+        if out is None:
+            raise ValueError("-o: say where the page of several studies goes, e.g. -o together.html")
+        _several(studies, out, pdf, check)
+        return
+    (where,) = studies
     folder = _folder(where)
     if against is not None:
         if check or out or md or latex or pdf or csv or as_json:
-            raise ValueError("--against: prints only, so no --check and no file to write with it")
+            raise ValueError("--against: only prints; leave out --check and the files to write")
         from ..evidence.analysis import analyse
         from ..report.text import arm_lines, notice_lines
         from ..study.watch import read_study
@@ -254,15 +286,7 @@ def report(
     if check:
         from ..report.check import check_report
 
-        checked = check_report(folder, page)
-        for difference in checked.differences:
-            print(difference)
-        if found := len(checked.differences):
-            raise ValueError(
-                f"{page}: differs from its records in {found} place{'s' * (found != 1)}, listed above; if the records "
-                f"are right, write the page anew with oelm report {where}"
-            )
-        print(f"{page}: {checked.numbers} numbers and {checked.figures} figures are all what the records say")
+        _say_checked(check_report(folder, page), page, [where])
         return
     from ..report.html import write_report
     from ..report.text import verdict_lines
@@ -273,6 +297,32 @@ def report(
     for kind, path in written:
         if path:
             print(f"{kind}: {path}")
+
+
+def _several(studies: list[Path], page: Path, pdf: Path | None, check: bool) -> None:
+    folders = [_folder(where) for where in studies]
+    if check:
+        from ..report.check import check_several
+
+        _say_checked(check_several(folders, page), page, studies)
+        return
+    from ..report.html import write_several
+    from ..report.text import several_lines
+
+    print(f"{several_lines(write_several(folders, page, pdf))}\n\nReport: {page}")
+    if pdf:
+        print(f"PDF: {pdf}")
+
+
+def _say_checked(checked: Checked, page: Path, studies: list[Path]) -> None:
+    for difference in checked.differences:
+        print(difference)
+    if found := len(checked.differences):
+        raise ValueError(
+            f"{page}: differs from its records in {found} place{'s' * (found != 1)}, listed above; if the records "
+            f"are right, write the page anew with oelm report {' '.join(map(str, studies))} -o {page}"
+        )
+    print(f"{page}: {checked.numbers} numbers and {checked.figures} figures are all what the records say")
 
 
 def _folder(where: Path) -> Path:

@@ -12,11 +12,16 @@ LABELLED = (".tsv", ".csv")  # files that hold a task rather than a corpus
 Format = Annotated[str, typer.Option("-f", "--format", help="text or json", metavar="FORMAT")]
 Words = Annotated[
     list[str] | None,
-    typer.Argument(help="settings, see oelm ls settings (of a study: oelm ls study)", metavar="[KEY=VALUE]..."),
+    typer.Argument(
+        help="settings that replace those of the file; oelm ls settings and oelm ls study list them",
+        metavar="[KEY=VALUE]...",
+    ),
 ]
 FileAndWords = Annotated[
     list[str] | None,
-    typer.Argument(help="a YAML file, if any, then settings (see oelm ls settings)", metavar="[FILE] [KEY=VALUE]..."),
+    typer.Argument(
+        help="a YAML file (optional), then settings; oelm ls settings lists them", metavar="[FILE] [KEY=VALUE]..."
+    ),
 ]
 
 
@@ -28,7 +33,7 @@ def _trust(wanted: bool) -> bool:
 
 
 Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="run the code that a model brings along", callback=_trust)
+    bool, typer.Option("--trust-remote-code", help="allow Python code that comes with a model to run", callback=_trust)
 ]
 
 

@@ -103,7 +103,7 @@ def prepare(
     source = open_corpus(corpus, revision=revision, val_fraction=val_fraction, test_fraction=test_fraction)
     if source.tokenizer not in (None, tokenizer):
         raise ValueError(
-            f"data.tokenizer={tokenizer}: {corpus} needs one token a symbol; set data.tokenizer={source.tokenizer}"
+            f"data.tokenizer={tokenizer}: {corpus} needs one token per symbol; set data.tokenizer={source.tokenizer}"
         )
     wanted: dict[str, Any] = {"format": FORMAT, "val_fraction": val_fraction, "test_fraction": test_fraction}
     wanted |= {"fingerprint": source.fingerprint, "tokenizer_source": _tokenizer_source(tokenizer)}

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from .. import stats
 from ..study.looks import Place, Reading, paired_values, seeds_asked
 from ..study.pack import opened
@@ -46,13 +44,21 @@ class Comparison:
     adjusted_p: float | None  # two-sided distance from the margin, after the correction
     level: float  # the confidence of the interval that is held against the margin
     zero_level: float  # ... and against zero, for the claim to be better: a family of claims of its own
-    decides: stats.Interval | None  # the interval at `level`; None without one
+    margin_t: stats.Interval | None  # the interval at `level`; None without one
+    zero_t: stats.Interval | None  # ... at `zero_level`
     looked: Reading | None = None  # the look that it comes from, in a study with looks
 
     @property
     def pairs(self) -> int:
         """That the verdict rests on: after a look that decided there may be more."""
         return self.looked.pairs if self.looked else self.paired.n
+
+    @property
+    def decides(self) -> tuple[stats.Interval | None, float]:
+        """The interval that the verdict is read off, and its confidence."""
+        if self.verdict.decision == "superior":
+            return self.zero_t, self.zero_level
+        return self.margin_t, self.level
 
     @property
     def provisional(self) -> bool:
@@ -191,29 +197,6 @@ class Analysis:
         return [(s, arm, arm.comparison) for s in self.settings for arm in s.arms if arm.comparison]
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """An arm's accuracy on one split, the mean over its seeds."""
-
-    mean: float
-    examples: int
-    wilson: stats.Interval  # sampling error of so many examples: the seeds answer the same ones
-
-
-def accuracy(runs: Sequence[Measured], split: str, confidence: float) -> Accuracy | None:
-    """None where a run lacks the split, or the runs did not answer the same examples."""
-    answers = [run.answers[split] for run in runs if split in run.answers]
-    if len(answers) < len(runs) or not comparable(runs):
-        return None
-    right, n = float(np.mean([a.sum() for a in answers])), answers[0].size
-    return Accuracy(right / n, n, stats.wilson(right, n, confidence))
-
-
-def comparable(runs: Sequence[Measured]) -> bool:
-    """Whether all answered the same examples in the same order, as far as their labels tell."""
-    return len({run.data for run in runs}) == 1
-
-
 def analyse(folder: Path, against: str | None = None) -> Analysis:
     """Reads a study, a folder or a packed file, and decides by the rule in its study.json.
 
@@ -226,7 +209,9 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     study, bench, probe = read_study(folder), read_bench(folder), read_probe(folder)
     if against is not None:
         if against not in study.arms:
-            raise ValueError(f"{against}: not an arm of {study.name}; it has {', '.join(study.arms)}")
+            raise ValueError(
+                f"--against {against}: the study {study.name} has no such arm; it has {', '.join(study.arms)}"
+            )
         study = study.model_copy(update={"decide": study.decide.model_copy(update={"reference": against})})
     runs, left_out = read_records(folder, study.decide)
     by_cell = {run.cell: run for run in runs}
@@ -364,7 +349,7 @@ def _decided(study: StudyConfig, settings: Sequence[Setting]) -> tuple[Setting, 
         ids = tuple(side.id for pair in both for side in pair)
         seeds = tuple(run.seed for run, _ in both)
         found = Comparison(
-            seeds, ids, result, verdict, p_margin[key], adjusted[key], levels[key], zero_levels[key], margin_t
+            seeds, ids, result, verdict, p_margin[key], adjusted[key], levels[key], zero_levels[key], margin_t, zero_t
         )
         return replace(arm, comparison=found)
 

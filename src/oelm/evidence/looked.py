@@ -33,7 +33,7 @@ def decided_by_looks(
         verdict = stats.verdict(replace(c.paired, t=found.t, t_missing=missing, smallest_p=least), rule.limit)
         return replace(arm, comparison=replace(
             c, verdict=stats.weighed(verdict, zero.t), p=None, adjusted_p=None, level=found.level,
-            zero_level=zero.level, decides=found.t, looked=found,
+            zero_level=zero.level, margin_t=found.t, zero_t=zero.t, looked=found,
         ))  # fmt: skip
 
     return tuple(replace(s, arms=tuple(looked_at(s.place, arm) for arm in s.arms)) for s in settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_validator
 
-from .. import record
+from .. import record, stats
 from ..config import RunConfig
 from ..consistency import check_record
 from ..models.counts import non_embedding
@@ -59,6 +59,29 @@ class Measured:
     def losses(self) -> dict[int, float]:
         """Validation loss by step."""
         return {step: loss for step, loss, _ in self.evals}
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """An arm's accuracy on one split, the mean over its seeds."""
+
+    mean: float
+    examples: int
+    wilson: stats.Interval  # sampling error of so many examples: the seeds answer the same ones
+
+
+def accuracy(runs: Sequence[Measured], split: str, confidence: float) -> Accuracy | None:
+    """None where a run lacks the split, or the runs did not answer the same examples."""
+    answers = [run.answers[split] for run in runs if split in run.answers]
+    if len(answers) < len(runs) or not comparable(runs):
+        return None
+    right, n = float(np.mean([a.sum() for a in answers])), answers[0].size
+    return Accuracy(right / n, n, stats.wilson(right, n, confidence))
+
+
+def comparable(runs: Sequence[Measured]) -> bool:
+    """Whether all answered the same examples in the same order, as far as their labels tell."""
+    return len({run.data for run in runs}) == 1
 
 
 @dataclass(frozen=True)

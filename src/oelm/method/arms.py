@@ -47,15 +47,14 @@ class OelmConfig:
     init: str | Mapping[str, str] = "headwise"  # frame kind, see `oelm ls`; or {q: kind, k: kind}
     gain: float | Mapping[str, float] = 1.0  # singular value of every head's frame; or {q: ..., k: ...}
     offset: float | Mapping[str, float] = 0.0  # identity frames: shift by this share of the width; or {q: ..., k: ...}
-    freeze: str | Sequence[str] = ("q", "k")  # which of q and k take no gradient; () trains both
+    freeze: str | Sequence[str] = ("q", "k")  # which are frozen: q, k or both; () trains both
     bias: str = "zero"  # biases of replaced projections: "zero" or "keep"; frozen with their weight either way
     layers_to_transform: int | Sequence[int] | str | None = None  # numbers from 0, "all but the last 2", "every 2nd"
     target_modules: Targets | None = None  # which modules, as in PEFT; {q: name, k: name} for unknown ones
     exclude_modules: str | Sequence[str] | None = None  # modules to leave alone: names or a pattern, as in PEFT
     temperature: bool = False  # a trained factor per head on the attention logits
     input_gains: bool | str = False  # a trained factor per channel on the input of q, k, or both: "q", "k" or true
-    correction: str | None = None  # on frozen weights: "lora" adds a low-rank part, "oft" rotates the input, "blocks"
-    # turns each head of the keys by a trained matrix
+    correction: str | None = None  # trained part on frozen weights: "lora" low-rank, "oft" rotation, "blocks" per head
     rank: int | float = 8  # rank of the low-rank part of lora; with a point (0.5), a share of the head's size
     block: int = 32  # coordinates that a rotation of oft turns together; must divide the width
     schedule: Schedule | Mapping[str, Any] | None = None  # what is frozen at which step; None: the same throughout

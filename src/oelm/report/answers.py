@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .. import stats
-from ..evidence.analysis import Analysis, Arm, Setting, accuracy, comparable
+from ..evidence.analysis import Analysis, Arm, Setting
+from ..evidence.records import accuracy, comparable
 from .elements import EMPTY, Cell, Number, Table, interval, p_text
 from .tables import arm_cell, number_key
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from html.parser import HTMLParser
 from pathlib import Path
 
 from ..evidence.analysis import analyse
-from .content import Content, content, numbers
-from .html import render, svg_digest
+from .content import Content, content, numbers, placed
+from .html import render, render_several, svg_digest
+from .several import prefix, several
 
 _FIGURE = re.compile(r'<figure data-figure="([^"]*)" data-v="([^"]*)" data-svg="([^"]*)">.*?(<svg.*?</svg>)', re.DOTALL)
 
@@ -62,12 +64,30 @@ class Checked:
 
 def check_report(folder: Path, html: Path) -> Checked:
     """Derives the page anew from the records and compares number by number, text by text, figure by figure."""
-    if not html.is_file():
-        raise FileNotFoundError(f"{html}: no such page; write it with `oelm report {folder} -o {html}`")
-    shown = html.read_text(encoding="utf-8")
+    shown = _read(html, f"oelm report {folder} -o {html}")
     analysis = analyse(folder)
     report = content(analysis)
-    derived, names = render(analysis, report), _names(report)
+    return _compared(html, shown, render(analysis, report), _names(report))
+
+
+def check_several(folders: Sequence[Path], html: Path) -> Checked:
+    """The same for a page of several studies."""
+    shown = _read(html, f"oelm report {' '.join(map(str, folders))} -o {html}")
+    analyses = [analyse(folder) for folder in folders]
+    reports, top = [content(analysis) for analysis in analyses], several(analyses)
+    names = {p.number.key: f"{p.table}, {p.row}, {p.column}" for p in placed([*top.arms, top.settings])}
+    for analysis, report in zip(analyses, reports, strict=True):
+        names |= {f"{prefix(analysis)}{key}": f"{report.name}: {name}" for key, name in _names(report).items()}
+    return _compared(html, shown, render_several(analyses, reports, top), names)
+
+
+def _read(html: Path, command: str) -> str:
+    if not html.is_file():
+        raise FileNotFoundError(f"{html}: no such page; write it with `{command}`")
+    return html.read_text(encoding="utf-8")
+
+
+def _compared(html: Path, shown: str, derived: str, names: Mapping[str, str]) -> Checked:
     old, new = _parsed(shown), _parsed(derived)
     if not old.keyed:
         raise ValueError(f"{html}: holds no numbers of a report; is it a page of `oelm report`?")

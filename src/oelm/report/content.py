@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..evidence.analysis import Analysis
@@ -52,7 +53,13 @@ def numbers(report: Content) -> list[Placed]:
     found = [Placed(p, "Headline", "", "") for clause in report.headline for arm in clause.arms for p in arm
              if isinstance(p, Number)]  # fmt: skip
     found += [Placed(p, "Top", "", what) for pieces, what in report.facts for p in pieces if isinstance(p, Number)]
-    for table in (*report.arms, *report.more, *([report.rates] if report.rates else []), report.runs):
+    return found + placed((*report.arms, *report.more, *([report.rates] if report.rates else []), report.runs))
+
+
+def placed(tables: Iterable[Table]) -> list[Placed]:
+    """The numbers of tables, row by row."""
+    found = []
+    for table in tables:
         for row in table.rows:
             below = "" if table.key.startswith("arms.") else plain(row[0].sub)
             name = " ".join(filter(None, (plain(row[0].main), below)))

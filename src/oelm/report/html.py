@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment
+from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from ..evidence.analysis import Analysis, analyse
@@ -17,6 +18,7 @@ from ..record import write_atomically
 from .content import Content, content
 from .elements import Cell, Number
 from .plots import DASHES, PALETTE, Figure, figures
+from .several import Several, prefix, several
 from .text import as_csv, as_json, markdown
 from .text import latex as latex_text
 from .trends import trend_figures
@@ -30,38 +32,80 @@ def write_report(
     csv: Path | None = None, json: Path | None = None,
 ) -> Analysis:  # fmt: skip
     """Writes the study's report in the formats asked for and returns what it says."""
-    if pdf and not find_browser():
-        raise ValueError("--pdf: needs Chromium or Chrome on the PATH; install one, or print the page from a browser")
+    _check_printing(pdf)
     analysis = analyse(folder)
     report = content(analysis)
     writers = ((md, markdown), (latex, latex_text), (csv, as_csv), (json, as_json))
-    texts = [(html, render(analysis, report)), *((path, write(report)) for path, write in writers if path)]
+    _write([(html, render(analysis, report)), *((path, write(report)) for path, write in writers if path)], html, pdf)
+    return analysis
+
+
+def write_several(folders: Sequence[Path], html: Path, pdf: Path | None = None) -> Several:
+    """Writes one page about several studies and returns what it says above their sections."""
+    _check_printing(pdf)
+    analyses = [analyse(folder) for folder in folders]
+    top = several(analyses)
+    _write([(html, render_several(analyses, [content(analysis) for analysis in analyses], top))], html, pdf)
+    return top
+
+
+def _check_printing(pdf: Path | None) -> None:
+    if pdf and not find_browser():
+        raise ValueError("--pdf: needs Chromium or Chrome on the PATH; install one, or print the page from a browser")
+
+
+def _write(texts: Sequence[tuple[Path, str]], html: Path, pdf: Path | None) -> None:
     for path, text in texts:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     if pdf:
         _print(html, pdf)
-    return analysis
 
 
 def render(analysis: Analysis, report: Content) -> str:
     """The page: a function of the records alone, with no clock in it, so that it can be checked."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["sources"] = _sources
-    environment.filters["numeric"] = _numeric
-    environment.tests["number"] = lambda piece: isinstance(piece, Number)
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    made = [*figures(analysis), *trend_figures(analysis, report.laws, report.needed)]
-    drawn = [(figure, Markup(figure.svg), svg_digest(figure.svg)) for figure in made]
+    return _page(f"{report.name} – OELM study", _section(analysis, report, ""))
+
+
+def render_several(analyses: Sequence[Analysis], reports: Sequence[Content], top: Several) -> str:
+    """The page of several studies: what they say side by side, then each of them whole."""
+    legend = [(i % PALETTE, "", title) for i, title in top.legend]
+    parts = [_template("several.html").render(prefix="", palette=PALETTE, several=top, legend=legend,
+                                              drawn=[_drawn(figure) for figure in top.figures])]  # fmt: skip
+    parts += [_section(analysis, report, prefix(analysis)) for analysis, report in zip(analyses, reports, strict=True)]
+    return _page(f"{top.title} – OELM", "\n".join(parts))
+
+
+def _section(analysis: Analysis, report: Content, prefix: str) -> str:
+    """One study; `prefix` parts its keys from those of other studies on the page."""
+    drawn = [_drawn(figure) for figure in (*figures(analysis), *trend_figures(analysis, report.laws, report.needed))]
     legend = [(i % PALETTE, _dasharray(i), arm) for i, arm in enumerate(analysis.study.arms)]
     by_setting = {
         setting.title: [entry for entry in drawn if _belongs(entry[0], setting.title)] for setting in analysis.settings
     }
     overall = [entry for entry in drawn if entry[0].key.startswith(("forest.", "savings."))]
     trends = [entry for entry in drawn if entry[0].key.startswith("trend.")]
-    return template.render(
-        report=report, legend=legend, overall=overall, trends=trends, by_setting=by_setting, palette=PALETTE
-    )
+    return _template("study.html").render(
+        prefix=prefix, report=report, legend=legend, overall=overall, trends=trends, by_setting=by_setting,
+        palette=PALETTE,
+    )  # fmt: skip
+
+
+def _page(title: str, body: str) -> str:
+    return _template("page.html").render(title=title, body=Markup(body))
+
+
+def _template(name: str) -> Template:
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["sources"] = _sources
+    environment.filters["numeric"] = _numeric
+    environment.tests["number"] = lambda piece: isinstance(piece, Number)
+    return environment.get_template(name)
+
+
+def _drawn(figure: Figure) -> tuple[Figure, Markup, str]:
+    return figure, Markup(figure.svg), svg_digest(figure.svg)
 
 
 def svg_digest(svg: str) -> str:

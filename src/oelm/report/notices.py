@@ -65,7 +65,9 @@ def _left_out(analysis: Analysis) -> list[str]:
         if found := [f"{item.folder} ({item.reason})" for item in analysis.left_out if item.status == status]:
             texts.append(f"{status.capitalize()} and left out: {_listed(found)}.")
     if analysis.strays:
-        texts.append(f"Not in this study's plan, or there twice, and left out: {_listed(list(analysis.strays))}.")
+        texts.append(
+            f"Left out, because they are not in this study's plan or are there twice: {_listed(list(analysis.strays))}."
+        )
     return texts
 
 
@@ -78,12 +80,12 @@ def _too_few_seeds(analysis: Analysis) -> list[str]:
         return []
     names = _listed([f"{_at(arm.name, g.title)} ({n})" for g, arm, n in few])
     return [
-        f"Too few paired seeds for the decision asked for: {names}. The distribution-free sign-flip test cannot "
+        f"Too few paired seeds for a safe decision: {names}. The distribution-free sign-flip test cannot "
         f"reach p < {level:.3g} with fewer than {enough}; "
         + (
             "one pair gives no verdict at all."
             if min(n for *_, n in few) < 2
-            else "a verdict here rests on normally distributed differences."
+            else "the verdict assumes normally distributed differences."
         )
     ]
 
@@ -104,9 +106,9 @@ def _savings(analysis: Analysis, standing: str) -> list[str]:
         if row.standing != standing:
             continue
         how = (
-            "Something other than the freeze differs" if standing == "impossible"
-            else "Its interval reaches below the ceiling, so it may be noise" if row.interval
-            else "The runs were not timed in turns, so their clocks decide nothing; see oelm bench step"
+            "Something other than freezing must differ" if standing == "impossible"
+            else "Its interval reaches below the ceiling, so this may be noise" if row.interval
+            else "Separate runs are no fair comparison of step times; oelm bench step makes one"
         )  # fmt: skip
         texts.append(
             f"{_at(row.arm, row.where)}: a step-time saving of {row.saving:.2%} is above the ceiling of "
@@ -130,7 +132,7 @@ def _threads(analysis: Analysis) -> list[str]:
     if len(found) < 2:
         return []
     numbers = " or ".join(map(str, found))
-    return [f"The runs had {numbers} CPU threads: part of the differences between arms may be rounding."]
+    return [f"The runs had {numbers} CPU threads: part of the differences between arms may come from rounding."]
 
 
 def _extended(analysis: Analysis) -> list[str]:
@@ -138,9 +140,7 @@ def _extended(analysis: Analysis) -> list[str]:
     if not seeds:
         return []
     text = f"seed{'s' * (len(seeds) != 1)} {_listed(seeds)} {'was' if len(seeds) == 1 else 'were'} added"
-    return [
-        f"Extended: {text} after the study had begun. If the results so far were the reason, verdicts come too easily."
-    ]
+    return [f"Extended: {text} after the study had begun. If results were the reason, the verdicts are too lenient."]
 
 
 def _spared(analysis: Analysis) -> list[str]:
@@ -152,12 +152,14 @@ def _spared(analysis: Analysis) -> list[str]:
         if readings and setting.seeds < planned and all(reading and reading.decided for reading in readings):
             where = f"{setting.title}: " if setting.title else ""
             found.append(f"{where}{setting.seeds} of {planned} planned seeds")
-    return [f"Decided at a look, so that fewer seeds than planned were needed: {_listed(found)}."] if found else []
+    return [f"Decided early, with fewer seeds than planned: {_listed(found)}."] if found else []
 
 
 def _diverged(analysis: Analysis) -> list[str]:
     names = [item.folder for item in analysis.diverged]
-    return [f"Diverged in the search, so that their learning rates are out: {_listed(names)}."] if names else []
+    return (
+        [f"These runs of the search diverged, so their learning rates are not used: {_listed(names)}."] if names else []
+    )
 
 
 def _astray(analysis: Analysis) -> list[str]:
@@ -173,9 +175,10 @@ def _astray(analysis: Analysis) -> list[str]:
                     where = f"{_at(arm.name, setting.title)}, lr {run.lr:g}, seed {run.seed}"
                     found.append(f"{where} ({run.best['loss']:.2f} nats, median {middle:.2f})")
     advice = (
-        "That widens their arms' intervals; lower rates, a longer warm-up or more search seeds (lr.seeds) may help."
+        "Training was unstable there, which widens the arm's interval. Lower rates, a longer warm-up or more search "
+        "seeds (lr.seeds) may help."
     )
-    return [f"Seeds that went astray: {_listed(found)}. {advice}"] if found else []
+    return [f"Seeds that ended far above their arm's others: {_listed(found)}. {advice}"] if found else []
 
 
 def _edges(analysis: Analysis) -> list[str]:
@@ -202,7 +205,8 @@ def _redefined(analysis: Analysis) -> list[str]:
     """Arms whose name stands for something else by now."""
     found = {(cell.group.arm, run.arm_then) for cell, run in (*analysis.search, *analysis.compare) if run.arm_then}
     return [
-        f"{arm} was defined otherwise when these runs were made: {changed}. See the method card for its present name."
+        f"The definition of {arm} has changed since these runs were made: {changed}. "
+        "docs/method.md has its present name."
         for arm, changed in sorted(found)
     ]
 

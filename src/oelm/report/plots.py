@@ -69,7 +69,8 @@ def _forest(analysis: Analysis, setting: Setting) -> Figure | None:
         return [shown(analysis, end) for end in interval or ()]
 
     every = [
-        (arm, s.title, shown(analysis, c.paired.mean), ends_of(c.paired.t), ends_of(c.decides)) for s, arm, c in found
+        (arm, s.title, shown(analysis, c.paired.mean), ends_of(c.paired.t), ends_of(c.decides[0]))
+        for s, arm, c in found
     ]
     rows = [row for row in every if row[1] == setting.title]
     limit, none = shown(analysis, analysis.margin), shown(analysis, 0.0)
@@ -105,12 +106,12 @@ def _forest(analysis: Analysis, setting: Setting) -> Figure | None:
     data = [(arm.name, *row) for arm, *row in rows]
     height = 1.15 + (0.46 if len(rows) < 6 else 0.3) * len(rows)
     confidence = f"{analysis.study.decide.confidence:.0%}"
-    corrected = any(c.level > analysis.study.decide.confidence for *_, c in found)
+    corrected = any(c.decides[1] > analysis.study.decide.confidence for *_, c in found)
     thin = " Thin: the interval that decides, after the correction." if corrected else ""
     caption = f"Dot: mean over paired seeds. Line: {confidence} t interval.{thin} Shaded: acceptable by the rule."
     title = f"What each arm costs{' on ' if setting.title else ''}{setting.title}"
     return draw_figure(
-        f"forest.{setting.title}", title, caption, [data, limit], draw, height, left=_room(labels), top=0.28
+        f"forest.{setting.title}", title, caption, [data, limit], draw, height, left=room_for(labels), top=0.28
     )
 
 
@@ -313,7 +314,7 @@ def _savings(analysis: Analysis, where: str) -> Figure:
     )
     height = 0.95 + (0.46 if len(rows) < 6 else 0.3) * len(rows)
     title = f"Step time saved, and the ceiling{', on ' if where else ''}{where}"
-    return draw_figure(f"savings.{where}", title, caption, data, draw, height, left=_room(labels))
+    return draw_figure(f"savings.{where}", title, caption, data, draw, height, left=room_for(labels))
 
 
 def draw_figure(
@@ -334,7 +335,7 @@ def draw_figure(
     return Figure(key, title, caption, _inline(file.getvalue(), f"{title}. {caption}"), digest)
 
 
-def _room(labels: list[str]) -> float:
+def room_for(labels: list[str]) -> float:
     """Inches for the longest name beside an axis."""
     return max(1.0, 0.2 + 0.073 * max(map(len, labels)))
 

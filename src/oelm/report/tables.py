@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from .. import stats
-from ..evidence.analysis import Analysis, Arm, Comparison, Setting, accuracy
+from ..evidence.analysis import Analysis, Arm, Comparison, Setting
+from ..evidence.records import accuracy
 from .elements import (
     EMPTY,
     Cell,
@@ -49,7 +50,7 @@ def _arm_table(analysis: Analysis, setting: Setting) -> Table:
         ("PPL ratio", f"to the reference at the same seeds, with its {percent} t interval")
         if loss else ("Difference", f"to the reference at the same seeds, in points, with its {percent} t interval"),
         ("Verdict", "by the rule at the end of this page; below, the interval that decides where the correction makes "
-         "it wider, and p(margin): is the cost the margin itself? corrected"),
+         "it wider, and p(margin), corrected: could the true cost be exactly the margin?"),
         ("Loss", f"mean over seeds of the lowest validation loss, in nats, with its {percent} t interval")
         if loss else ("Accuracy", f"mean over seeds; its {percent} Wilson interval is the examples' sampling error"),
         ("PPL", "exp of the mean loss; bits per byte of text below") if loss else ("Loss", "mean validation loss"),
@@ -151,13 +152,35 @@ def _verdict_cell(analysis: Analysis, setting: Setting, c: Comparison, key: str)
         below = (said, Number(f"{key}.look", taken, f"{taken}", c.runs), f" of {len(looks)}, ", *below)
     if c.adjusted_p is not None:
         below = ("p(margin) ", Number(f"{key}.p", c.adjusted_p, p_text(c.adjusted_p), c.runs), " · ", *below)
-    if c.decides and c.level > analysis.study.decide.confidence:  # wider than the interval beside it
-        ends = sorted(shown(analysis, end) for end in c.decides)
-        form = ".3f" if analysis.study.decide.metric == "loss" else "+.2f"
-        level = Number(f"{key}.decides.level", c.level, level_text(c.level), c.runs)
-        below = ("by ", *interval(f"{key}.decides", ends, form, c.runs), ", ", level, " · ", *below)
+    below = (*_decisive(analysis, c, key), *below)
     provisional = ", provisional" if c.provisional else ""
     return Cell((f"{SIGNS[decision]} {decision}{provisional}",), below, tone=tone(decision))
+
+
+def _decisive(analysis: Analysis, c: Comparison, key: str) -> tuple[Piece, ...]:
+    """The interval that the verdict is read off, where it is not the one beside the ratio.
+
+    The margin and zero are two families of claims, so each has an interval of its own. The one of zero stands here
+    where it makes the claim, or shows another side of zero than the one of the margin.
+    """
+    (ends, level), form = c.decides, ".3f" if analysis.study.decide.metric == "loss" else "+.2f"
+
+    def said(name: str, ends: stats.Interval, level: float) -> tuple[Piece, ...]:
+        inner = f"{key}.{name}"
+        bounds = interval(inner, sorted(shown(analysis, end) for end in ends), form, c.runs)
+        return *bounds, ", ", Number(f"{inner}.level", level, level_text(level), c.runs), " · "
+
+    found: tuple[Piece, ...] = ()
+    if ends and level > analysis.study.decide.confidence:  # wider than the interval beside it
+        found = ("by ", *said("decides", ends, level))
+    if c.margin_t and c.zero_t and ends is c.margin_t and _side(c.margin_t) != _side(c.zero_t):
+        found = (*found, "against zero ", *said("zero", c.zero_t, c.zero_level))
+    return found
+
+
+def _side(ends: stats.Interval) -> int:
+    """Of zero: above, below, or both."""
+    return (ends.low > 0) - (ends.high < 0)
 
 
 def tone(decision: str) -> str:

@@ -12,6 +12,7 @@ from ..evidence.analysis import Analysis
 from .content import Content, numbers
 from .elements import Cell, Table, plain
 from .notices import notices
+from .several import Several
 from .tables import Clause, arm_tables, headline
 
 _LATEX = {
@@ -110,14 +111,21 @@ def notice_lines(analysis: Analysis) -> list[str]:
 
 def arm_lines(analysis: Analysis) -> str:
     """The tables of arms alone."""
-    blocks = []
-    for table in arm_tables(analysis):
-        rows = [[title for title, _ in table.columns[:7]]]
-        rows += [[_joined(cell) for cell in cells[:7]] for cells in table.rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        blocks.append("\n".join([table.title, *lines] if table.title else lines))
-    return "\n\n".join(blocks)
+    return "\n\n".join(table_lines(table, 7) for table in arm_tables(analysis))
+
+
+def several_lines(top: Several) -> str:
+    """The arms of several studies side by side, and what keeps them from being compared."""
+    return "\n\n".join([*map(table_lines, top.arms), *(f"{notice.weight}: {notice.text}" for notice in top.notices)])
+
+
+def table_lines(table: Table, most: int | None = None) -> str:
+    """Its first columns, for a terminal."""
+    rows = [[title for title, _ in table.columns[:most]]]
+    rows += [[_joined(cell) for cell in cells[:most]] for cells in table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([table.title, *lines] if table.title else lines)
 
 
 def _joined(cell: Cell) -> str:

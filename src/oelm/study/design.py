@@ -150,7 +150,7 @@ def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_ta
             "rest on the t interval, which assumes normally distributed differences"
         )
     if 1 < n < enough:
-        notes.append("a verdict of so few seeds will be marked provisional")
+        notes.append("with so few seeds every verdict will be marked provisional")
     notes += _looks(study)
     if some_task:
         notes.append(
@@ -161,13 +161,19 @@ def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_ta
         notes.append("one seed has no interval: no verdict is attainable")
     elif rule.metric == "loss":
         margin = f"the margin (ln {rule.margin:g} = {math.log(rule.margin):.4f})"
-        found = f"found with power 80 %: {detectable:.4f} nats away from 0 or from {margin}"
+        found = f"can detect (power 80 %): a cost that is {detectable:.4f} nats or more away from 0 or from {margin}"
         alone = ", before Holm" if times > 1 else ""
-        notes.append(f"{found}{alone}, if paired differences have sd {spread.sd:.3g} nats ({spread})")
+        notes.append(
+            f"{found}{alone}, if the standard deviation of paired differences is {spread.sd:.3g} nats ({spread})"
+        )
     else:
-        found = f"found with power 80 %: {100 * detectable:.2f} points of accuracy away from 0 or from the margin"
-        points = f"sd {100 * spread.sd:.3g} ({spread})"
-        notes.append(f"{found} ({rule.margin_points:g} points), if paired differences have {points}")
+        found = (
+            f"can detect (power 80 %): {100 * detectable:.2f} points of accuracy or more away from 0 or from the margin"
+        )
+        points = f"{100 * spread.sd:.3g} ({spread})"
+        notes.append(
+            f"{found} ({rule.margin_points:g} points), if the standard deviation of paired differences is {points}"
+        )
     return notes
 
 

@@ -22,10 +22,10 @@ class Execution(Section):
     """Where and how many at once; changes no number."""
 
     slots: int | None = Field(None, ge=1)  # runs at once on this machine; default: one per core, or per free GPU
-    runs_per_gpu: int = Field(1, ge=1)  # at once
-    gpu_free_memory: float = Field(0.9, gt=0, le=1)  # a GPU with at least this share of its memory free is free
-    cpus_per_run: float = Field(1, gt=0)  # asked of a Ray cluster; threads are base.system.threads
-    gpus_per_run: float = Field(0, ge=0)  # a run's GPUs, a process on each; on Ray 0 means none, and a share is fine
+    runs_per_gpu: int = Field(1, ge=1)  # runs at once on one GPU
+    gpu_free_memory: float = Field(0.9, gt=0, le=1)  # use a GPU if at least this share of its memory is free
+    cpus_per_run: float = Field(1, gt=0)  # CPUs to ask of a Ray cluster; the run's threads are base.system.threads
+    gpus_per_run: float = Field(0, ge=0)  # GPUs of a run, a process on each; on Ray 0 means none, or a fraction
 
     @model_validator(mode="after")
     def _whole_gpus(self) -> Self:

@@ -39,12 +39,12 @@ class Decide(Section):
     """The rule, written before the runs."""
 
     metric: Literal["loss", "accuracy"] = "loss"  # validation loss, or the accuracy of a task's best model
-    split: str | None = None  # test, or a task's own: where arms are compared; default: validation, which chooses rates
+    split: str | None = None  # where arms are compared: test, or a task's split; default: validation
     reference: str = REFERENCE  # the arm that the others are compared with, at the same seeds
-    confidence: float = Field(0.95, gt=0.5, lt=1)  # of the t interval that decides, before the correction
+    confidence: float = Field(0.95, gt=0.5, lt=1)  # confidence of the deciding t interval, before correction
     margin: float = Field(1.05, gt=1)  # largest acceptable ratio of perplexities; for accuracy see margin_points
     margin_points: float = Field(2.0, gt=0)  # largest acceptable loss of accuracy, in percentage points
-    correction: Literal["holm", "none"] = "holm"  # over all comparisons of the study
+    correction: Literal["holm", "none"] = "holm"  # holm or none: correct for the number of comparisons in the study
 
     @property
     def limit(self) -> float:
@@ -55,30 +55,30 @@ class Decide(Section):
 class RateCheck(Section):
     """Another rate, tried once for every arm at each size's longest budget: is the chosen one still the best there?"""
 
-    factor: float = Field(gt=0)  # of the chosen rate, e.g. 0.5
+    factor: float = Field(gt=0)  # try the chosen learning rate times this, e.g. 0.5
 
 
 class Target(Section):
     """A size and a length that were not run: what would an arm cost there? Changes no run and no verdict."""
 
-    parameters: float = Field(gt=0)  # of the model predicted for, without token table and positions
-    tokens: float = Field(gt=0)  # that it would be trained on
+    parameters: float = Field(gt=0)  # size to predict for, without token table and positions
+    tokens: float = Field(gt=0)  # training tokens to predict for
 
 
 class StudyConfig(Section):
     """Arms x corpora x sizes x learning rates x seeds, and how to decide."""
 
-    name: str  # of its folder below base.system.runs_dir; the file's own name if left out
+    name: str  # the study's folder is base.system.runs_dir/NAME; default: the file's own name
     question: str  # the report's title
-    base: dict[str, Any] = Field({})  # a RunConfig, as in its own file
-    arms: dict[str, dict[str, Any]] = Field(min_length=1)  # name -> overrides; without a method, the name is the method
-    seeds: PerSize = Field([0, 1, 2, 3, 4, 5], min_length=1)  # both init_seed and data_seed; or size -> seeds
-    looks: PerSize = Field([])  # pairs at which to look whether more seeds are needed; or size -> pairs; empty: all are
+    base: dict[str, Any] = Field({})  # settings of every run, as in a run's own file
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)  # name -> settings; without a method, the name is the method
+    seeds: PerSize = Field([0, 1, 2, 3, 4, 5], min_length=1)  # each sets init_seed and data_seed; or size -> seeds
+    looks: PerSize = Field([])  # numbers of seeds after which to decide if more are needed; or size -> numbers
     extension: list[int] = Field([])  # seeds added after the study began, to all sizes; the page says so
-    corpora: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's corpus
-    sizes: dict[str, dict[str, Any]] = Field({})  # name -> overrides; empty: the base's model
-    budgets: PerSize = Field([])  # steps: each of these train.max_steps; or size -> steps; empty: one length
-    only: dict[str, list[str]] = Field({})  # arm -> the sizes or corpora that it is run at; an arm not named: all
+    corpora: dict[str, dict[str, Any]] = Field({})  # name -> settings; empty: the base's corpus
+    sizes: dict[str, dict[str, Any]] = Field({})  # name -> settings; empty: the base's model
+    budgets: PerSize = Field([])  # lengths to train for, in steps; or size -> steps; empty: base.train.max_steps
+    only: dict[str, list[str]] = Field({})  # arm -> the sizes or corpora to run it at; default: all of them
     lr: LearningRates | None = None  # None: each arm's own train.lr
     search: Closing | None = None  # in place of lr: a search that extends itself until it has closed
     check: RateCheck | None = None  # None: the chosen rates are not checked at the longest budget
@@ -86,7 +86,7 @@ class StudyConfig(Section):
     published: dict[str, str] = Field({})  # arm, or arm/corpus -> id of the published row that it repeats
     target: Target | None = None  # where the page predicts each arm's cost from its sizes and budgets; None: nowhere
     execution: Execution = Execution()
-    cpu: dict[str, Any] = Field({})  # overrides of all of the above for --scale cpu
+    cpu: dict[str, Any] = Field({})  # changes to any of the above, for --scale cpu
 
     HOLDS: ClassVar[dict[str, type[Section]]] = {"base": RunConfig}  # where a key of a run belongs
     _place: Path | None = PrivateAttr(None)

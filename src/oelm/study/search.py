@@ -29,7 +29,7 @@ class LearningRates(Section):
     """Each arm's own grid, all of the same size; the best one on validation is used for the comparison."""
 
     grid: dict[str, list[float]] | list[float] = Field(min_length=1)  # one list for all arms, or one for each arm
-    seeds: list[int] = Field([1000], min_length=1)  # of the search; never the comparison's, which would favour them
+    seeds: list[int] = Field([1000], min_length=1)  # seeds of the search; must not be the comparison's
 
     def of(self, arm: str) -> list[float]:
         return list(dict.fromkeys(self.grid[arm] if isinstance(self.grid, dict) else self.grid))
@@ -63,10 +63,10 @@ class Closing(Section):
     """A search for the best value of one or more keys, which extends itself until its optimum is enclosed."""
 
     over: dict[str, Axis] = Field(min_length=1)  # key of a run, e.g. train.lr -> start, factor, low, high
-    seeds: list[int] = Field([1000, 1001], min_length=2)  # of the search; never the comparison's
-    budget: int | None = Field(None, ge=1)  # of the study's budgets, the one to search at; left out: the shortest
-    tie: float = Field(0.005, ge=0)  # nats: of points this close to the best one, the lowest is taken
-    astray: float = Field(0.1, gt=0)  # nats above the best seed at the same point: the seed strays, the point is out
+    seeds: list[int] = Field([1000, 1001], min_length=2)  # seeds of the search; must not be the comparison's
+    budget: int | None = Field(None, ge=1)  # which of the budgets to search at; default: the shortest
+    tie: float = Field(0.005, ge=0)  # of points within this many nats of the best, the lowest value is taken
+    astray: float = Field(0.1, gt=0)  # drop a point if its seeds differ by more than this many nats
 
 
 @dataclass(frozen=True)

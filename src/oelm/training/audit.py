@@ -99,7 +99,7 @@ def audit(folder: Path) -> list[str]:
             raise ValueError(f"{folder / name}: {error}") from None
         proven = f"{len(expected)} frozen tensors unchanged since they were frozen, byte for byte"
         if frames := sum(row.frozen and row.kind in ORTHONORMAL for row in model.oelm_report.projections):
-            proven += f"; {frames} of them are orthonormal frames still"
+            proven += f"; {frames} of them are still orthonormal frames"
         done.append(f"{name}: {proven if expected else 'nothing is frozen in it, so there are no bytes to check'}")
 
     if not config.task:
@@ -141,7 +141,7 @@ def _measured_again(folder: Path, record: dict[str, Any], config: RunConfig, sai
             f"{folder / 'best'}: is not the model that was measured: its loss on {FEW} windows is {found:.4f}, "
             f"the record says {said['few_loss']:.4f}"
         )
-    return f"best: its loss on {FEW} windows of the validation is {found:.4f} again"
+    return f"best: its loss on {FEW} windows of validation text is again {found:.4f}"
 
 
 @contextmanager

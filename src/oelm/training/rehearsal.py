@@ -78,7 +78,7 @@ def random_model(config: RunConfig, vocab_size: int | None = None) -> tuple[Any,
     labels = describe(config.task).labels
     if config.task.style == "text":
         raise ValueError(
-            "task.style: a dry run or a timing of a model that writes its labels is not there; use classify"
+            "task.style: --dry-run and bench work with classify only, not with a model that writes its labels"
         )
     model = build_classifier(config.model, labels, config.init_seed, pretrained=False)
     return model, config.task.max_length, len(labels)

@@ -72,7 +72,7 @@ def summary(record: dict[str, Any]) -> str:
 def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
     """Runs or takes up one run and returns its record; raises SystemExit with the signal's code when stopped."""
     folder, stopper, job = config.folder, Stopper(), job_of(config)
-    if finished := _finished(config):
+    if finished := finished_record(config):
         return finished
     precision, reason = choose_precision(config.train.precision, best_device())
     check_trackers(config.system.trackers)
@@ -96,7 +96,7 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         with stopper.listening():
             return _operate(config, job, accelerator, None, stopper, quiet, None)
     with claimed(folder), _trunk(config) as trunk:
-        if accelerator.num_processes == 1 and (finished := _finished(config)):  # by another launcher, meanwhile
+        if accelerator.num_processes == 1 and (finished := finished_record(config)):  # by another launcher, meanwhile
             return finished
         found, sentence = job.prepare(not quiet)
         facts = {
@@ -141,7 +141,7 @@ def _trunk(config: RunConfig) -> Iterator[Trunk | None]:
             trunk.release()
 
 
-def _finished(config: RunConfig) -> dict[str, Any] | None:
+def finished_record(config: RunConfig) -> dict[str, Any] | None:
     """The run's record, if it is finished already."""
     if not (config.folder / "run.json").exists():
         return None
