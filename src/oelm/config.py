@@ -219,6 +219,7 @@ class SystemConfig(Section):
     checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; default: at every evaluation
     checkpoint_seconds: float | None = Field(None, gt=0)  # seconds between checkpoints, besides
     checkpoint_async: bool | None = None  # a thread writes checkpoints while steps go on; default: on a GPU
+    mirror: str | None = None  # address (s3://..., file://...) of a copy of each checkpoint, for another machine
     keep: Literal["best", "last", "all"] = "best"  # a finished run's best model; and last/; and previous/
     log_every: int = Field(10, ge=1)  # steps between lines of metrics.jsonl
     prefixes: str | None = None  # folder of first steps that runs of several lengths share; a study sets it

@@ -19,7 +19,8 @@ from .recovery import Recovered
 
 def query_and_key(q_proj: nn.Module, k_proj: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """What the two layers make of x; in one go where both are slices with a low-rank correction and nothing else."""
-    if not (_is_thin(q_proj) and _is_thin(k_proj)):
+    # torch.compile fuses by itself what is spelt out here, and cannot follow a product into a slice.
+    if torch.compiler.is_compiling() or not (_is_thin(q_proj) and _is_thin(k_proj)):
         return q_proj(x), k_proj(x)
     ours: Any = (q_proj, k_proj)
     parts = [p._parameters[name] for name in ("lora_a", "lora_b") for p in ours]
