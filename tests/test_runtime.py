@@ -3,6 +3,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,3 +74,22 @@ def test_a_gpu_that_is_not_used_is_named(monkeypatch):
     assert unused_gpu() == "Apple's MPS"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert unused_gpu() is None
+
+
+def test_a_record_names_what_decides_a_gpus_speed_and_digits(monkeypatch):
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlSystemGetDriverVersion=lambda: "570.1",
+        nvmlDeviceGetHandleByUUID={"GPU-12ab": "it"}.__getitem__,
+        nvmlDeviceGetPowerManagementLimit={"it": 400_000}.__getitem__,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="12ab"))
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 5))
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91300)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    found = environment(torch.device("cuda"))
+    assert (found["gpu"], found["driver"], found["power_limit_watts"]) == ("NVIDIA A100", "570.1", 400)
+    assert (found["cuda"], found["cudnn"], found["nccl"]) == ("13.0", 91300, "2.27.5")
+    assert found["fp32_products"] in ("highest", "high")
+    assert "driver" not in environment(CPU)

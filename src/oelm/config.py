@@ -229,6 +229,7 @@ class SystemConfig(Section):
     checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; default: at every evaluation
     checkpoint_seconds: float | None = Field(None, gt=0)  # also after so many seconds since the last one
     checkpoint_async: bool | None = None  # a thread writes checkpoints while steps go on; default: on a GPU
+    mirror: str | None = None  # address (s3://..., file://...) of a copy of each checkpoint, for another machine
     keep: Literal["best", "last", "all"] = "best"  # a finished run keeps best/; last: and last/; all: and previous/
     log_every: int = Field(10, ge=1)  # steps between lines of metrics.jsonl
     prefixes: str | None = None  # folder for the first steps that runs of several lengths share; set by a study

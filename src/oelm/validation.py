@@ -104,6 +104,11 @@ def plain_path(path: str) -> str:
     """A path that a terminal shows as it is: no line breaks, no marks that turn the direction of writing."""
     if odd := [letter for letter in path if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")]:
         raise ValueError(f"holds the invisible character U+{ord(odd[0]):04X}; write the path without it")
+    if "://" in path:
+        raise ValueError(
+            f"{path} is an address, not a folder; take one on a disk that all machines reach, and for copies of the "
+            "checkpoints system.mirror"
+        )
     return path
 
 

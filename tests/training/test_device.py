@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,11 @@ def test_the_layers_are_compiled_and_nothing_inside_them_twice():
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary", "relative"])
-@pytest.mark.parametrize("arm", [
-    "baseline", "oelm", "oelm-slices-gains", "oelm-slices-lora", "oelm-blocks", "oelm-temperature", "oelm-lora",
-    "oelm-oft",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arm",
+    ["baseline", "oelm", "oelm-identity-q", "oelm-slices", "oelm-slices-gains", "oelm-slices-lora", "oelm-blocks",
+     "oelm-gains", "oelm-temperature", "oelm-lora", "oelm-oft"],
+)  # fmt: skip
 def test_no_arm_breaks_the_graph_of_its_layers(monkeypatch, arm, positions):
     config = small(f"method={arm}", f"model.positions={positions}", "model.qk_norm=false", "system.compile=true")
     plain = some_losses(config.model_copy(update={"system": small().system}))
@@ -74,6 +76,25 @@ def test_no_arm_breaks_the_graph_of_its_layers(monkeypatch, arm, positions):
     monkeypatch.setattr(torch.nn.Module, "compile", whole_graph)
     assert some_losses(config) == pytest.approx(plain, abs=1e-5)
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_compiling_is_on_no_steps_clock(tmp_path, monkeypatch, accumulate):
+    calls = []
+
+    def slowly(graph, inputs):
+        calls.append(time.sleep(2))
+        return graph.forward
+
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, mode: compile_module(module, backend=slowly))
+    words = ["system.compile=true", f"train.accumulate={accumulate}", "train.max_time=1000"]
+    record = run_training(tiny_config(write_corpus(tmp_path), tmp_path / "run", *words), quiet=True)
+    assert calls
+    trained = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "train"]
+    spent = [seconds for line in trained for seconds in line["seconds"]]
+    assert max(spent) < 2
+    assert record["totals"]["train_seconds"] == pytest.approx(sum(spent))
 
 
 @pytest.mark.parametrize("arm", ["oelm", "oelm-lora"])

@@ -26,7 +26,7 @@ from .gpus import Execution, give
 from .plan import Cell
 from .watch import look, unsettled
 
-RETRIES = 3  # of a run whose node or worker dies; on a disk that all nodes reach it goes on, else it starts anew
+RETRIES = 3  # of a run whose node or worker dies; with a disk or a mirror that all reach it goes on, else starts anew
 PATIENCE = 120  # seconds until a claim on a folder that a dead node held must have ended
 IN_FLIGHT = 256  # runs handed to Ray at a time: each holds its claim, which is an open file
 WORK, MARK = ".node", ".home"  # where a node works inside a run folder that it reaches, and how it knows
@@ -93,7 +93,7 @@ def run_on_ray(
                         files, node = ray.get(ref)
                         bring_home(cell, files, tokens)
                         problem = look(cell).problem
-                        if node and node not in alone:
+                        if node and node not in alone and not cell.config.system.mirror:
                             alone.add(node)
                             say(f"{node} does not reach {cell.folder.parent}: a run whose node dies starts anew there")
                     except (ValueError, ray.exceptions.RayError) as error:
@@ -140,6 +140,10 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
         os.replace(path, cell.folder / path.name)
     arriving.rmdir()
     (cell.folder / MARK).unlink(missing_ok=True)
+    if cell.config.system.mirror:
+        from ..training.mirror import Mirror
+
+        Mirror(cell.config).remove()
 
 
 def _mark(folder: Path) -> str:

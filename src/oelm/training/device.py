@@ -121,9 +121,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def compile_now(model: nn.Module, task: Any, accelerator: Accelerator) -> None:
+def compile_now(model: nn.Module, task: Any, config: RunConfig, accelerator: Accelerator) -> None:
     """A forward and backward pass whose gradients are thrown away, so that compiling is not on a step's clock."""
-    batch = task.batch(0, accelerator.process_index, accelerator.num_processes)
+    parts = accelerator.num_processes * config.train.accumulate  # of the size that a step takes
+    batch = task.batch(0, accelerator.process_index, parts)
     model.train()
     with torch.random.fork_rng(devices=[]):
         model(**upload(batch, accelerator.device)).loss.backward()

@@ -28,6 +28,7 @@ from .checkpoint import Saver, find_best, load_checkpoint, save_best, set_aside_
 from .clock import WARMUP, Clock
 from .device import agree_on_start, config_as_given, upload, verify_everywhere, writes_beside
 from .freezing import Freezer
+from .mirror import Mirror
 from .optim import learning_rate, set_learning_rate
 from .prefix import Trunk, shared_steps, trunk_name
 from .screen import Screen
@@ -91,9 +92,10 @@ class Saved(BaseModel, strict=True):
 
 def train(
     run: Run | None, model: nn.Module, optimizers: list[Any], task: Task, config: RunConfig, accelerator: Accelerator,
-    stopper: Stopper, quiet: bool = False, trunk: Trunk | None = None,
+    stopper: Stopper, quiet: bool = False, trunk: Trunk | None = None, mirror: Mirror | None = None,
 ) -> tuple[Progress, int | None]:  # fmt: skip
-    """Trains to the end or to a signal. `run` is None in all processes but the first, as is the `trunk` that it shares.
+    """Trains to the end or to a signal. `run` is None in all processes but the first, as are the `trunk` that it
+    shares and the `mirror` of its checkpoints.
 
     Returns where it stands and the signal that stopped it, if one did.
     """
@@ -108,7 +110,12 @@ def train(
         run.update(total_steps=total)
     book = _Bookkeeper(run, screen, clock, task, accelerator, config, total)
     shared = shared_steps(config, total)
-    saver = Saver(folder, write=run is not None, beside=writes_beside(config, accelerator.device))
+
+    def send() -> None:
+        if run and mirror:
+            mirror.send(run.say)
+
+    saver = Saver(folder, write=run is not None, beside=writes_beside(config, accelerator.device), after=send)
 
     def checkpoint(at_once: bool) -> None:
         book.flush(progress)

@@ -63,7 +63,7 @@ class Trunk:
 
     def claim(self) -> None:
         """Holds the trunk until `release`, unless the run is past it already."""
-        if _step(self.run / "last") >= self.last:
+        if saved_step(self.run / "last") >= self.last:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -82,27 +82,16 @@ class Trunk:
                 shutil.rmtree(self.run / part, ignore_errors=True)
         for step in sorted(kept_steps(self.folder), reverse=True):
             place = self.folder / str(step)
-            if step > self.last or step <= max(_step(self.run / part) for part in ("last", "previous")):
+            if step > self.last or step <= max(saved_step(self.run / part) for part in ("last", "previous")):
                 continue
             try:
                 same = json.loads((place / "facts.json").read_text()) == self._facts(facts)
-                meta = check_folder(place / "last")
-                check_metrics(place, meta["metrics_size"], meta["metrics_sha256"])
-                if meta["best"]:
-                    check_folder(place / "best")
+                check_state(place)
             except (OSError, ValueError, KeyError):
                 same = False
             if not same:  # damaged, or of other data
                 continue
-            aside = {part: self.run / f".{part}.taken" for part in (*PARTS, METRICS)}
-            for part, copy in aside.items():
-                shutil.rmtree(copy, ignore_errors=True)
-                _link(place / part, copy) if part in PARTS else shutil.copyfile(place / part, copy)
-            for part in ("previous", *PARTS):  # only now: what takes their place is whole
-                shutil.rmtree(self.run / part, ignore_errors=True)
-            for part in (METRICS, "best", "last"):  # last: from here on the run goes on from there
-                if aside[part].exists():
-                    os.replace(aside[part], self.run / part)
+            put_in_place(place, self.run)
             if step >= self.last:
                 self.release()
             return step
@@ -128,6 +117,27 @@ class Trunk:
         known = {key: facts.get(key) for key in (*MUST_NOT_CHANGE, "processes")}
         known["device"] = (facts.get("environment") or {}).get("device")
         return json.loads(json.dumps(known))
+
+
+def check_state(place: Path) -> None:
+    """Raises unless the state that was kept there is whole."""
+    meta = check_folder(place / "last")
+    check_metrics(place, meta["metrics_size"], meta["metrics_sha256"])
+    if meta["best"]:
+        check_folder(place / "best")
+
+
+def put_in_place(place: Path, run: Path) -> None:
+    """Makes a run's folder go on from the state that was kept there."""
+    aside = {part: run / f".{part}.taken" for part in (*PARTS, METRICS)}
+    for part, copy in aside.items():
+        shutil.rmtree(copy, ignore_errors=True)
+        _link(place / part, copy) if part in PARTS else shutil.copyfile(place / part, copy)
+    for part in ("previous", *PARTS):  # only now: what takes their place is whole
+        shutil.rmtree(run / part, ignore_errors=True)
+    for part in (METRICS, "best", "last"):  # last: from here on the run goes on from there
+        if aside[part].exists():
+            os.replace(aside[part], run / part)
 
 
 def trunk_folder(config: RunConfig) -> Path | None:
@@ -166,7 +176,7 @@ def _meta(checkpoint: Path) -> dict[str, Any]:
         return {}
 
 
-def _step(checkpoint: Path) -> int:
+def saved_step(checkpoint: Path) -> int:
     """The step of a checkpoint; -1 where there is none that can be read."""
     step = _meta(checkpoint).get("step")
     return step if isinstance(step, int) else -1

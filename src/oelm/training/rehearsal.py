@@ -101,7 +101,7 @@ def rehearse(config: RunConfig) -> str:
     task = random_tokens(model, config.train.batch_size, context, classes)
     prepared, optimizers = make_ready(model, config, accelerator)
     if config.system.compile:
-        compile_now(prepared, task, accelerator)
+        compile_now(prepared, task, config, accelerator)
     synchronize(accelerator.device)
     start = time.perf_counter()
     loss, _ = train_step(prepared, optimizers, task, config, accelerator, Clock(accelerator.device), 0, 10**9)

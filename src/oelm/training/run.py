@@ -35,6 +35,7 @@ from ..runtime import (
 from .device import compile_now, launched_with_others, make_ready, share_weights, start_accelerator
 from .finetune import Classification, FineTuning
 from .loop import TrainingFailed, total_steps, train
+from .mirror import Mirror
 from .prefix import Trunk, trunk_name
 from .pretrain import LanguageModelling, Pretraining
 from .stopper import Stopper
@@ -98,6 +99,8 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
     with claimed(folder), _trunk(config) as trunk:
         if accelerator.num_processes == 1 and (finished := finished_record(config)):  # by another launcher, meanwhile
             return finished
+        mirror = Mirror(config) if config.system.mirror else None
+        fetched = mirror.fetch() if mirror else None
         found, sentence = job.prepare(not quiet)
         facts = {
             "id": config.id, "name": config.name, "config": config.to_record(), "science": config.science(),
@@ -110,13 +113,15 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         run.say(f"run {config.id} in {folder}; {sentence}")
         if other := unused_gpu():
             run.say(f"{other} is there and not used: this run takes the CPU")
+        if fetched is not None:
+            run.say(f"found a checkpoint of step {fetched} at system.mirror")
         if trunk:
             trunk.take_up(run.facts)
         accelerator.wait_for_everyone()
         try:
             with stopper.listening():
                 peak = measure_peak(accelerator.device, precision) * accelerator.num_processes
-                return _operate(config, job, accelerator, run, stopper, quiet, peak, trunk)
+                return _operate(config, job, accelerator, run, stopper, quiet, peak, trunk, mirror)
         except SystemExit:
             raise
         except BaseException as error:
@@ -156,7 +161,7 @@ def finished_record(config: RunConfig) -> dict[str, Any] | None:
 
 def _operate(
     config: RunConfig, job: Job, accelerator: Accelerator, run: Run | None, stopper: Stopper, quiet: bool,
-    peak: float | None, trunk: Trunk | None = None,
+    peak: float | None, trunk: Trunk | None = None, mirror: Mirror | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     if accelerator.distributed_type == DistributedType.FSDP:
         # Else Transformers loads weights in the first process alone, and Accelerate hands them on by building the model
@@ -174,11 +179,11 @@ def _operate(
         run.say(str(report).splitlines()[-1])
     prepared, wrapped = make_ready(model, config, accelerator)
     if config.system.compile:
-        compile_now(prepared, task, accelerator)
+        compile_now(prepared, task, config, accelerator)
     if config.system.trackers:
         accelerator.init_trackers("oelm", config={"run": config.id, "name": config.name, "arm": config.method.arm})
 
-    progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, stopper, quiet, trunk)
+    progress, stopped_by = train(run, prepared, wrapped, task, config, accelerator, stopper, quiet, trunk, mirror)
     verify(model, optimizer=wrapped)
     for tracker in accelerator.trackers:
         tracker.finish()
