@@ -6,14 +6,11 @@ from pathlib import Path
 
 import torch
 
-from .build import load_causal, saved_kind, saved_tokenizer
+from .build import load_causal, saved_tokenizer
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """The prompt and `tokens` more, at most as many as the model's context holds."""
-    if "ForSequenceClassification" in str(saved_kind(folder)):
-        run = folder.parent if folder.name == "best" else folder
-        raise ValueError(f"{run}: is a classifier, which writes no text; say oelm predict {run} --text ...")
     if temperature and not 1e-3 <= temperature <= 1e3:
         raise ValueError(f"--temperature: {temperature:g} would divide beyond what a number holds; 0, or 0.001 to 1000")
     model = load_causal(folder)
