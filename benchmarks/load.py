@@ -99,13 +99,14 @@ def launch(study: StudyConfig, file: Path, address: str | None) -> tuple[dict[st
     where = ["--on", "ray", "--address", address] if address else []
     start = time.monotonic()
     process = subprocess.Popen([*OELM, "study", "run", str(file), *where], stdout=subprocess.PIPE, text=True)
-    launcher, lines, memory, status = psutil.Process(process.pid), Counter[str](), [], []
+    launcher, lines, memory, cpu, status = psutil.Process(process.pid), Counter[str](), [], [0.0], []
     over = threading.Event()
 
     def follow() -> None:
         while not over.wait(60):
             with suppress(psutil.NoSuchProcess):
                 memory.append(launcher.memory_info().rss / 2**20)
+                cpu[0] = sum(launcher.cpu_times()[:2])  # without its children
             if (study.folder / "study.json").exists():
                 status.append(timed("study", "status", study.folder))
 
@@ -121,7 +122,8 @@ def launch(study: StudyConfig, file: Path, address: str | None) -> tuple[dict[st
     watcher.join()
     if process.wait():
         raise RuntimeError(f"oelm study run ended with {process.returncode}")
-    return {"seconds": runs_end - start, "launcher_mib": memory, "status_meanwhile": status}, lines
+    found = {"seconds": runs_end - start, "launcher_cpu_seconds": cpu[0], "launcher_mib": memory}
+    return {**found, "status_meanwhile": status}, lines
 
 
 def part_of(study: StudyConfig, folder: Path, runs: int) -> None:

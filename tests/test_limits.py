@@ -8,6 +8,8 @@ import sys
 from itertools import pairwise
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tiny import words_for, write_corpus
 
 from oelm.cli import main
@@ -193,6 +195,22 @@ def test_a_tokenizer_that_brings_code_is_neither_run_nor_asked_about(run, tmp_pa
     assert (code, said.count("\n")) == (1, 1), said
     assert "brings code of its own, which is not run" in said
     assert not (tmp_path / "ran").exists()
+
+
+def test_models_of_others_that_cannot_write_say_why(run, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(run / "best", tmp_path / "theirs")
+    (folder / "meta.json").unlink()
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: w * torch.nan for name, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    code, said = oelm(monkeypatch, capsys, "sample", folder)
+    assert (code, said.count("\n")) == (1, 1), said
+    assert "theirs: its model cannot go on from this" in said
+    (folder / "tokenizer_config.json").unlink()
+    code, said = oelm(monkeypatch, capsys, "sample", folder)
+    assert (code, said) == (
+        1,
+        f"oelm: {folder}: its tokenizer has no end-of-text token to begin with; give a --prompt\n",
+    )
 
 
 @pytest.mark.parametrize("words", [["sample", "--prompt", "a\udc80"], ["predict", "--text", "a\udc80"]])
