@@ -39,6 +39,15 @@ def test_the_id_follows_the_science_and_nothing_else():
     assert len(ids | {base.id}) == 5
 
 
+def test_a_changed_copy_has_its_own_id_and_a_moved_one_the_same():
+    config = load_config(None, [])
+    kept = config.id  # remembered from here on
+    assert config.model_copy(update={"init_seed": 1}).id == load_config(None, ["init_seed=1"]).id != kept
+    assert config.model_copy(update={"name": "other", "out": "runs/x"}).id == kept
+    assert config.model_copy(update={"init_seed": 1}) == load_config(None, ["init_seed=1"])
+    assert "id" not in config.model_dump()
+
+
 def test_the_same_run_has_one_id_however_it_is_spelt():
     assert load_config(None, ["method=oelm_v2"]).id == load_config(None, ["method=oelm"]).id
     assert load_config(None, ["data=./texts/a.txt"]).id == load_config(None, ["data=texts/a.txt"]).id

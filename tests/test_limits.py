@@ -3,10 +3,13 @@
 import gzip
 import json
 import lzma
+import shutil
 import sys
 from itertools import pairwise
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tiny import words_for, write_corpus
 
 from oelm.cli import main
@@ -107,6 +110,10 @@ def test_yaml_that_is_no_config_is_one_line(tmp_path, text, said):
         ("out=runs/a\u202eb", r"out: holds the invisible character U\+202E"),
         ("system.runs_dir=\u2066x", r"system.runs_dir: holds the invisible character U\+2066"),
         ("train.lr=!!timestamp x", "train.lr: not readable as YAML"),
+        ("train.lr=inf", "train.lr: input should be a finite number"),
+        ("method.gain=nan", "method.gain: input should be a finite number"),
+        ("train.betas=[2, 3]", "train.betas: input should be less than 1"),
+        ("system.threads=99999999", "system.threads: input should be less than or equal to 1024"),  # crashes OpenMP
     ],
 )
 def test_a_word_beyond_reason_is_one_line(word, said):
@@ -138,7 +145,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 100])
 @pytest.mark.parametrize("sealed", [True, False])
-@pytest.mark.parametrize("verb", ["verify", "sample", "probe", "inspect"])
+@pytest.mark.parametrize("verb", ["verify", "sample", "probe", "inspect", "export", "eval"])
 def test_a_cut_or_empty_model_is_one_line_in_every_verb(run, monkeypatch, capsys, verb, content, sealed):
     weights, meta = run / "best" / "model.safetensors", run / "best" / "meta.json"
     before, seal = weights.read_bytes(), meta.read_bytes()
@@ -146,12 +153,70 @@ def test_a_cut_or_empty_model_is_one_line_in_every_verb(run, monkeypatch, capsys
         weights.write_bytes(content)
         if not sealed:
             meta.unlink()  # as in a folder that others wrote
-        code, said = oelm(monkeypatch, capsys, verb, run / "best" if verb == "inspect" else run)
+        where, more = run / "best" if verb == "inspect" else run, ["--tasks", "x"] if verb == "eval" else []
+        code, said = oelm(monkeypatch, capsys, verb, where, *more)
     finally:
         weights.write_bytes(before)
         meta.write_bytes(seal)
     assert (code, said.count("\n")) == (1, 1), said
-    assert "best" in said
+    assert "best" in said or "oelm[eval]" in said
+
+
+def test_a_model_whose_file_is_gone_is_not_shown_with_random_weights(run, monkeypatch, capsys):
+    weights = run / "best" / "model.safetensors"
+    before = weights.read_bytes()
+    try:
+        weights.unlink()
+        code, said = oelm(monkeypatch, capsys, "inspect", run / "best")
+    finally:
+        weights.write_bytes(before)
+    assert (code, said.count("\n")) == (1, 1), said
+    assert "model.safetensors is missing" in said
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b"\xff", b'{"a":' * 5000])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_config_or_tokenizer_that_is_none_is_one_line(run, tmp_path, monkeypatch, capsys, name, content):
+    folder = shutil.copytree(run / "best", tmp_path / "theirs")
+    (folder / "meta.json").unlink()
+    (folder / name).write_bytes(content)
+    code, said = oelm(monkeypatch, capsys, "sample", folder)
+    assert (code, said.count("\n")) == (1, 1), said
+    assert "theirs" in said
+
+
+def test_a_tokenizer_that_brings_code_is_neither_run_nor_asked_about(run, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(run / "best", tmp_path / "theirs")
+    (folder / "meta.json").unlink()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    code, said = oelm(monkeypatch, capsys, "sample", folder)
+    assert (code, said.count("\n")) == (1, 1), said
+    assert "brings code of its own, which is not run" in said
+    assert not (tmp_path / "ran").exists()
+
+
+def test_models_of_others_that_cannot_write_say_why(run, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(run / "best", tmp_path / "theirs")
+    (folder / "meta.json").unlink()
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: w * torch.nan for name, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    code, said = oelm(monkeypatch, capsys, "sample", folder)
+    assert (code, said.count("\n")) == (1, 1), said
+    assert "theirs: its model cannot go on from this" in said
+    (folder / "tokenizer_config.json").unlink()
+    code, said = oelm(monkeypatch, capsys, "sample", folder)
+    assert (code, said) == (
+        1,
+        f"oelm: {folder}: its tokenizer has no end-of-text token to begin with; give a --prompt\n",
+    )
+
+
+@pytest.mark.parametrize("words", [["sample", "--prompt", "a\udc80"], ["predict", "--text", "a\udc80"]])
+def test_bytes_on_the_command_line_that_are_no_text(run, monkeypatch, capsys, words):
+    code, said = oelm(monkeypatch, capsys, words[0], run, *words[1:])
+    assert (code, said) == (1, f"oelm: {words[1]}: character 2 is no text in UTF-8\n")
 
 
 def test_markdown_shows_text_as_it_is():

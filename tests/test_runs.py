@@ -1,6 +1,7 @@
 """Run folders taken together: listed, compared and cleaned."""
 
 import json
+import shutil
 
 import pytest
 from tiny import tiny_config, write_corpus
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from oelm.cli import app
 from oelm.record import claimed, read_run, record_text
-from oelm.runs import compare, list_runs, unneeded
+from oelm.runs import compare, list_runs, runs_table, unneeded
 from oelm.training.audit import audit
 from oelm.training.run import run_training
 
@@ -104,3 +105,34 @@ def test_clean_lists_first_and_removes_only_what_a_finished_run_does_not_need(sh
     assert unneeded(killed, "best") == []  # it may go on from its checkpoint
     (killed.folder / ".saving").mkdir()
     assert unneeded(killed, "best") == [killed.folder / ".saving"]
+
+
+@pytest.mark.parametrize("odd", [None, 5, "x", [], [1], {"a": None}, True, 1e308])
+def test_a_record_of_an_odd_shape_without_a_checksum_is_listed_all_the_same(shelf, tmp_path, odd):
+    record = read_run(shelf / "a")
+    del record["seal"]  # as old ones have none
+    places = [(key,) for key in record] + [
+        (key, inner) for key, section in record.items() if isinstance(section, dict) for inner in section
+    ]
+    for place in places:
+        value = odd if len(place) == 1 else {**record[place[0]], place[1]: odd}
+        (tmp_path / "run.json").write_text(json.dumps({**record, place[0]: value}))
+        listed = list_runs([tmp_path])
+        assert len(runs_table(listed)) == 2
+        assert unneeded(listed[0]) == []
+        if listed[0].status == "damaged":
+            with pytest.raises(ValueError, match="run.json: "):
+                compare([tmp_path, shelf / "b"])
+        else:
+            assert compare([tmp_path, shelf / "b"]).differing
+
+
+def test_clean_removes_a_link_and_not_what_it_points_to(shelf, tmp_path):
+    folder = shutil.copytree(shelf / "a", tmp_path / "a")
+    shutil.rmtree(folder / "last")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("x")
+    (folder / "last").symlink_to(tmp_path / "precious")
+    run("clean", tmp_path, "--keep", "best", "--yes")
+    assert not (folder / "last").is_symlink()
+    assert (tmp_path / "precious" / "file").exists()

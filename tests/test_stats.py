@@ -37,6 +37,16 @@ def test_paired_agrees_with_textbook_and_libraries():
     assert result.bca.high < result.t.high
 
 
+def test_drawn_sign_flips_come_in_parts_and_are_those_of_one_draw():
+    d = np.random.default_rng(1).normal(0.02, 0.1, 30)
+    signs = np.random.default_rng(0)
+    sps.bootstrap((d,), np.mean, method="BCa", rng=signs)  # which draws before
+    sums = np.append(signs.choice((-1.0, 1.0), size=(99_999, d.size)) @ d, d.sum())
+    result = stats.paired(d)
+    assert not result.sign_flip_exact
+    assert result.sign_flip_p == np.mean(np.abs(sums) >= abs(d.sum()) - 1e-12)
+
+
 def test_sign_flip_counts_ties_that_rounding_would_hide():
     """All same sign: only the observed signs and their mirror image are as extreme, whatever the rounding."""
     for n in range(1, 13):

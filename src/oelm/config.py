@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .method.arms import OelmConfig
 
 InitStd = Annotated[float, Field(gt=0)] | Literal["width"]
+Share = Annotated[float, Field(ge=0, lt=1)]
 Compiling = Literal["default", "max-autotune", "reduce-overhead"]
 Corpus = Annotated[str, AfterValidator(lambda name: os.path.normpath(name) if "/" in name else name)]
 
@@ -53,7 +54,7 @@ def _holds_bool(value: Any) -> bool:
 class Section(BaseModel):
     """A part of a config: unknown keys are errors, values are fixed once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -180,7 +181,7 @@ class TrainConfig(Section):
     min_lr_ratio: float = Field(0.1, ge=0, le=1)  # lr at the end of the run, as a share of lr
     warmup_steps: int | None = Field(None, ge=0)  # steps until lr is reached; default: 100, or a tenth of a shorter run
     weight_decay: float = Field(0.1, ge=0)  # AdamW's weight decay of matrices; norms and biases have none
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's two decay rates
+    betas: tuple[Share, Share] = (0.9, 0.95)  # AdamW's two decay rates
     average: float | None = Field(None, gt=0, lt=1)  # decay of a moving average of the weights, used in their place
     clip: float | None = Field(1.0, gt=0)  # clip the gradient's norm at this value; null: no limit
     gradient_compression: Literal["bf16"] | None = None  # several processes (DDP) add up their gradients in bf16
@@ -221,7 +222,7 @@ class SystemConfig(Section):
 
     data_dir: Place = "data"  # folder for prepared tokens
     runs_dir: Place = "runs"  # folder for run folders, unless `out` names one
-    threads: int | None = Field(None, ge=1)  # CPU threads of a run; default: OMP_NUM_THREADS, else all cores
+    threads: int | None = Field(None, ge=1, le=1024)  # CPU threads of a run; default: OMP_NUM_THREADS, else all cores
     workers: int | None = Field(None, ge=1)  # processes that tokenise; default: one for each core
     compile: bool | Compiling = False  # torch.compile each layer: true, default, max-autotune or reduce-overhead
     gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them

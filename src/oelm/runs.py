@@ -206,7 +206,10 @@ def drop_checkpoints(folder: Path, keep: Keep) -> None:
 
 def remove(paths: Iterable[Path]) -> None:
     for path in paths:
-        shutil.rmtree(path)
+        if path.is_symlink():
+            path.unlink()  # what it points to is not the run's
+        else:
+            shutil.rmtree(path)
 
 
 def _there(folder: Path, names: Iterable[str]) -> list[Path]:

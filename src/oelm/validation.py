@@ -42,7 +42,8 @@ def validation_line(error: ValidationError, root: type[BaseModel], source: str =
         hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
         message = f"{where}: unknown key; {hint}"
     else:
-        given = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
+        shown = repr(first["input"])
+        given = "" if isinstance(first["input"], dict) else f", got {shown if len(shown) < 200 else shown[:199] + '…'}"
         text = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
         names_field = re.match(r"[a-z_.]+: ", text)  # our own validators do
         where = f"{where}." if where and names_field else f"{where}: " if where else ""

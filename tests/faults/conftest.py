@@ -12,7 +12,7 @@ from faults.subjects import make_subjects
 import oelm.training.run as run
 
 HOURS = float(os.environ.get("OELM_FAULT_HOURS", "0"))
-SHORT = 120.0  # seconds, where no hours are given
+SHORT = 75.0  # seconds, where no hours are given
 LEDGER = Ledger()
 
 

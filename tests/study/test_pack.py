@@ -1,5 +1,7 @@
 """A study in one file says what its folder says, and nothing once a byte of it has changed."""
 
+import hashlib
+import io
 import json
 import lzma
 import tarfile
@@ -8,6 +10,7 @@ import pytest
 from report.fake_study import fake_study
 
 from oelm.evidence.analysis import analyse
+from oelm.integrity import sealed
 from oelm.record import claimed
 from oelm.report.check import check_report
 from oelm.report.html import write_report
@@ -71,6 +74,63 @@ def test_damage_is_one_clear_line(packed, tmp_path):
         archive.add(folder / "up", "../up")
     with pytest.raises(ValueError, match="does not belong into a study"):
         analyse(other)
+
+
+def archive_of(path, entries, **manifest):
+    """A packed study as somebody else might write it; its manifest fits the content, unless told otherwise."""
+    files = {name: content for name, content in entries.items() if isinstance(name, str)}
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    text = json.dumps(sealed({"format": 1, "name": "s", "sha256": sums, **manifest})).encode()
+    with tarfile.open(path, "w:xz", preset=0) as archive:
+        for name, content in {"manifest.json": text, **entries}.items():
+            entry = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+def link(kind):
+    entry = tarfile.TarInfo("study.json")
+    entry.type, entry.linkname = kind, "/etc/passwd"
+    return entry
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../evil.json", "/tmp/evil.json", "../run.json", "a/../run.json", "x/y/run.json", "./study.json", ".git/run.json",
+     "a/run.py", "evil.json", link(tarfile.SYMTYPE), link(tarfile.LNKTYPE), link(tarfile.FIFOTYPE),
+     link(tarfile.DIRTYPE)],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_record_is_never_unpacked(tmp_path, name):
+    archive_of(tmp_path / "h.tar.xz", {name: b""})
+    with pytest.raises(ValueError, match="h.tar.xz: damaged, or not a packed study .* does not belong into a study"):
+        unpack(tmp_path / "h.tar.xz", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["h.tar.xz"]
+
+
+@pytest.mark.parametrize(
+    "manifest", [{"name": "../x"}, {"name": ""}, {"name": 5}, {"name": "a\nb"}, {"sha256": [1]}, {"sha256": 5}], ids=str
+)
+def test_a_manifest_of_another_shape_is_one_line(tmp_path, manifest):
+    archive_of(tmp_path / "h.tar.xz", {"study.json": b"{}"}, **manifest)
+    with pytest.raises(ValueError, match="h.tar.xz: damaged, or not a packed study") as caught:
+        unpack(tmp_path / "h.tar.xz", tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE], ids=["member", "header"])
+def test_a_small_file_that_unpacks_without_end_is_given_up(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("oelm.study.pack.LARGEST", 2**20)
+    entry = tarfile.TarInfo("study.json")
+    entry.type, entry.size = kind, 2**23
+    with lzma.open(tmp_path / "h.tar.xz", "wb", preset=0) as file:
+        file.write(entry.tobuf(tarfile.GNU_FORMAT) + bytes(2**23))
+    assert (tmp_path / "h.tar.xz").stat().st_size < 10_000
+    with pytest.raises(ValueError, match="larger than any study, 1,048,576 bytes"):
+        unpack(tmp_path / "h.tar.xz", tmp_path / "out")
+    fake_study(tmp_path / "s", seeds=2, search=False, steps=5000)
+    with pytest.raises(ValueError, match="its records have .* bytes, a packed study 1,048,576 at most"):
+        pack(tmp_path / "s", tmp_path / "s.tar.xz")
 
 
 def test_what_still_runs_is_not_packed_and_a_changed_design_is_found(packed, tmp_path):

@@ -9,7 +9,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from .words import FileAndWords, Format, Trust, columns, examples, is_json, split_file
+from .words import FileAndWords, Format, Trust, columns, examples, is_json, readable, split_file
 
 app = typer.Typer()
 
@@ -110,7 +110,7 @@ def sample(
     found = []
     for folder in runs:
         saved = folder / "best" if (folder / "best").is_dir() else folder
-        for start in prompt or [""]:
+        for start in readable("--prompt", prompt or [""]):
             text = generate(saved, start, tokens, temperature, seed)
             found.append({"folder": folder.name, "prompt": start, "text": text})
             print(f"{folder.name}: {text}" if is_study else text)
@@ -131,6 +131,7 @@ def predict(
     pair: Annotated[
         list[str] | None, typer.Option(help="the second text, for tasks that compare two; one for each --text")
     ] = None,
+    trust: Trust = False,
     form: Format = "text",
 ) -> None:
     """Classify a text with a trained classifier: each label and its probability."""
@@ -139,6 +140,7 @@ def predict(
 
     if pair and len(pair) != len(text):
         raise ValueError(f"--pair: {len(pair)} of them for {len(text)} of --text; give one for each")
+    readable("--text", text), readable("--pair", pair or [])
     texts = list(zip(text, pair, strict=True)) if pair else [(one,) for one in text]
     found = classify(run, texts)
     if json_wanted:
@@ -185,6 +187,7 @@ def evaluate_model(
     include: Annotated[Path | None, typer.Option(help="a folder with task files of your own")] = None,
     limit: Annotated[int | None, typer.Option(help="use only so many examples of each task", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="sequences at a time", min=1)] = 8,
+    trust: Trust = False,
     form: Format = "text",
 ) -> None:
     """Score a trained language model with lm-evaluation-harness (pip install '.[eval]')."""

@@ -81,6 +81,16 @@ def columns(table: list[list[str]]) -> str:
     return "\n".join(lines) if len(table) > 1 else ""
 
 
+def readable(option: str, texts: list[str]) -> list[str]:
+    """The texts, unless one holds what no tokenizer takes: bytes of the command line that are not UTF-8."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{option}: character {error.start + 1} is no text in UTF-8") from None
+    return texts
+
+
 def is_json(form: str) -> bool:
     if form not in ("text", "json"):
         raise ValueError(f"--format: unknown {form!r}; choose text or json")

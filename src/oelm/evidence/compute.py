@@ -21,7 +21,7 @@ from .records import Measured
 
 PARTS = 20  # a training loss is the mean over one of so many parts of the training
 RESAMPLES = 1000
-MOST = 2**22  # numbers in memory at a time, however many seeds there are
+MOST = 2**20  # numbers in memory at a time, however many seeds there are
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,9 @@ def load_causal(folder: Path) -> Any:
     """The language model saved in a folder."""
     from transformers import AutoModelForCausalLM
 
+    if "ForSequenceClassification" in str(saved_kind(folder)):
+        run = folder.parent if folder.name == "best" else folder
+        raise ValueError(f"{run}: is a classifier, which writes no text; say oelm predict {run} --text ...")
     return load_whole(AutoModelForCausalLM, folder)
 
 

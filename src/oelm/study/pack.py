@@ -132,8 +132,8 @@ def _entries(file: Path) -> Iterator[tuple[str, bytes]]:
     with lzma.open(file) as content, tarfile.open(fileobj=_Bounded(content), mode="r|") as archive:
         for entry in archive:
             run, slash, name = entry.name.rpartition("/")
-            known = name in RECORD and Path(run).parts == (run,) != ("..",) if slash else name in (MANIFEST, *BESIDE)
-            if not entry.isreg() or entry.sparse or not known:
+            known = name in (RECORD if slash else (MANIFEST, *BESIDE))
+            if not entry.isreg() or entry.sparse or not known or run.startswith(".") or {*run} & {*"/\\"}:
                 raise ValueError(f"{entry.name!r} does not belong into a study")
             found = archive.extractfile(entry)
             assert found is not None  # of a regular file

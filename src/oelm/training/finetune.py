@@ -235,6 +235,7 @@ def predict(folder: Path, texts: Sequence[tuple[str, ...]]) -> list[dict[str, fl
     writes = config.task.style == "text"
     model = load_whole(AutoModelForSeq2SeqLM if writes else AutoModelForSequenceClassification, folder / "best")
     tokenizer, labels = saved_tokenizer(folder / "best"), record["task"]["labels"]
+    check_fit(model, tokenizer, config.task.max_length, str(folder / "best"))
     columns = tuple(list(column) for column in zip(*texts, strict=True))
     encoded = encode(Examples(columns, [0] * len(texts)), tokenizer, config.task.max_length)
     epochs = Epochs(encoded.lengths, len(encoded), 0)
