@@ -329,14 +329,3 @@ def test_looks_stop_asking_for_seeds_once_everything_is_decided(study_file):
     assert run_study(close, say=said.append) == {}
     assert len(planned(close)[0]) == 6
     assert "looks: 6 of 6 planned runs of the comparison were asked for" in said
-
-
-def test_a_study_begins_only_when_its_data_can_be_read(study_file, tmp_path):
-    """A mistyped path must not fix the design: nothing was run yet."""
-    path = study_file()
-    text = yaml.safe_load(path.read_text())
-    text["base"]["data"]["corpus"] = str(tmp_path / "mistyped.txt")
-    path.write_text(yaml.safe_dump(text, sort_keys=False))
-    with pytest.raises((ValueError, OSError), match=r"mistyped\.txt: no such file or folder"):
-        run_study(load_study(path), say=lambda text: None)
-    assert not (load_study(path).folder / "study.json").exists()
