@@ -120,7 +120,7 @@ class MethodConfig(Section):
     correction: Literal["lora", "oft", "blocks"] | None = None
     rank: int | float | None = None
     block: int | None = None
-    schedule: dict[str, Any] | None = None  # {kind, start, end, order, project}: see docs/method.md
+    schedule: dict[str, Any] | None = None  # when weights freeze or unfreeze: {kind, start, end, order, project}
     seed: int | None = None  # seed of the frames; default: init_seed
 
     def oelm(self, init_seed: int) -> OelmConfig:

@@ -256,7 +256,7 @@ def test_accuracies_come_from_the_predictions_with_wilson_and_clustered_mcnemar(
         p.key: p for row in table.rows for cell in row for p in (*cell.main, *cell.sub) if not isinstance(p, str)
     }
     found = {name: numbers[f"..oelm-random.answers.validation.{name}"].value for name in
-             ("accuracy", "wilson.low", "gained", "lost", "mcnemar")}  # fmt: skip
+             ("accuracy", "wilson.low", "gained", "lost", "mcnemar", "majority")}  # fmt: skip
     arm = right["oelm-random", 0] + right["oelm-random", 1]
     base = right["baseline", 0] + right["baseline", 1]
     assert found["accuracy"] == pytest.approx(sum(arm) / 1800)
@@ -265,6 +265,7 @@ def test_accuracies_come_from_the_predictions_with_wilson_and_clustered_mcnemar(
     assert found["lost"] == sum(b and not a for a, b in zip(arm, base, strict=True))
     pairs = [(right["oelm-random", seed], right["baseline", seed]) for seed in (0, 1)]
     assert found["mcnemar"] == stats.pooled_mcnemar(pairs).clustered_p
+    assert found["majority"] == pytest.approx(1 / 3)  # three labels in turns: what always giving one of them gets
     assert len(numbers["..oelm-random.answers.validation.mcnemar"].runs) == 4
 
 

@@ -99,3 +99,18 @@ def test_the_page_loads_without_a_word_on_the_console(page, tmp_path):
     broken = page / "broken.html"
     broken.write_text("<script>undefinedFunction()</script>")
     assert "CONSOLE" in browse(tmp_path, broken).stderr  # the test would notice
+
+
+def test_printed_the_page_is_light_and_whole(page, tmp_path):
+    """Asked to print in the dark: the paper stays white, and what is folded on the screen is open."""
+    folded = page / "folded.html"
+    probe = """<script>addEventListener("load", () => { dispatchEvent(new Event("beforeprint"));
+      document.body.dataset.open = [...document.querySelectorAll("details")].every(part => part.open); });</script>"""
+    folded.write_text((page / "report.html").read_text().replace("<style>", probe + "<style>", 1))
+    assert 'data-open="true"' in browse(tmp_path, folded).stdout
+    style = (page / "report.html").read_text()
+    assert style.count("prefers-color-scheme: dark") == style.count("@media screen and (prefers-color-scheme: dark)")
+    words = [*browser_command(find_browser(), str(tmp_path / "profile")), "--blink-settings=preferredColorScheme=0"]
+    words += [f"--print-to-pdf={tmp_path / 'r.pdf'}", (page / "report.html").as_uri()]
+    subprocess.run(words, capture_output=True, timeout=120, check=True)
+    assert (tmp_path / "r.pdf").read_bytes()[:5] == b"%PDF-"

@@ -4,11 +4,15 @@ import http.client
 import json
 import re
 import subprocess
+import sys
+import time
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+import yaml
 from report.fake_study import fake_study
+from tiny import write_corpus
 from typer.testing import CliRunner
 
 import oelm.report.live
@@ -92,3 +96,31 @@ def test_the_command_says_where_the_page_is_and_ends_with_the_study(tmp_path, mo
     result = CliRunner().invoke(app, ["study", "watch", str(tmp_path / "done"), "--page"], catch_exceptions=False)
     assert result.exit_code == 0
     assert re.search(r"^Live page: http://127\.0\.0\.1:\d+/$", result.output, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_browser() is None, reason="needs Chromium")
+def test_a_browser_follows_a_study_that_really_runs(tmp_path):
+    """`oelm study run --page`: the page is there while the runs go on, and the command ends as it does without."""
+    base = {"model": {"name": "tiny", "d_model": 32, "n_layer": 1, "context": 32},
+            "data": {"corpus": str(write_corpus(tmp_path)), "tokenizer": "bpe:300", "val_fraction": 0.2},
+            "train": {"max_steps": 400, "batch_size": 4, "eval_every": 50, "eval_tokens": 500},
+            "system": {"runs_dir": str(tmp_path / "runs"), "data_dir": str(tmp_path / "data")}}  # fmt: skip
+    study = {"question": "Does the page follow?", "base": base, "arms": ["baseline", "oelm"], "seeds": [0, 1, 2]}
+    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(study))
+    words = [sys.executable, "-m", "oelm.cli", "study", "run", str(tmp_path / "trial.yaml"), "--page"]
+    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        address = re.match(r"Live page: (http://127\.0\.0\.1:\d+/)$", command.stdout.readline())[1]
+        while not any(row["step"] for row in json.load(urlopen(f"{address}state.json"))["rows"]):
+            time.sleep(0.2)
+        words = [*browser_command(find_browser(), str(tmp_path / "profile")), "--virtual-time-budget=3000"]
+        body = subprocess.run([*words, "--dump-dom", address], capture_output=True, text=True, timeout=120).stdout
+        rest = command.communicate(timeout=300)[0]
+    finally:
+        command.kill()
+    assert "Does the page follow?" in body
+    assert "<polyline" in body
+    assert len(re.findall("<tr>", body)) == 7  # a heading and six runs
+    assert command.returncode == 0
+    assert f"Report: {tmp_path / 'runs' / 'trial' / 'report.html'}" in rest

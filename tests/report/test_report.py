@@ -257,3 +257,18 @@ def test_every_number_can_be_had_as_a_table_and_as_json(tmp_path):
     assert [row["key"] for row in rows] == [entry["key"] for entry in found["numbers"]]
     assert all(float(row["value"]) == numbers[row["key"]]["value"] for row in rows)
     assert {run for row in rows for run in row["runs"].split()} == {run.id for run in analysis.runs()}
+
+
+def test_of_two_seeds_the_band_is_the_seeds_themselves(tmp_path):
+    """Their t interval is 13 times as wide: it would squeeze all lines of the figure into one."""
+
+    def heights(seeds):
+        fake_study(tmp_path / f"s{seeds}", seeds=seeds, search=False)
+        write_report(tmp_path / f"s{seeds}", tmp_path / "r.html")
+        figure = re.search(r'data-figure="differences\.".*?</figure>', (tmp_path / "r.html").read_text(), re.DOTALL)[0]
+        ticks = [float(text.replace("−", "-")) for text in re.findall(r">(−?\d+\.\d+)</text>", figure)]
+        return max(ticks) - min(ticks), "of two seeds: both" in figure
+
+    (two, said), (six, unsaid) = heights(2), heights(6)
+    assert (said, unsaid) == (True, False)
+    assert two < 2 * six

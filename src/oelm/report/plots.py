@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
@@ -25,6 +25,7 @@ from .tables import arm_index, shown
 
 PALETTE = 13  # --arm-0 ... --arm-12 in the page
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.4, 1.5)))
+FAINT = 0.1  # a share of attention below this is drawn pale, even if no head has more
 INK, MUTED, RULE, GOOD = "#00fe01", "#00fe02", "#00fe03", "#00fe04"  # stand-ins that no palette holds
 _VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", GOOD: "--good"}
 _STYLE: dict[Any, Any] = {
@@ -265,7 +266,7 @@ def _attention(analysis: Analysis, setting: Setting) -> Figure | None:
                 for y, layer in enumerate(run.heads.get(score, [])):
                     for x, value in enumerate(layer):
                         place = (column * gap + x, row * tall + layers - 1 - y)  # the first layer at the bottom
-                        share = value / most[score] if most[score] else 0.0
+                        share = value / max(most[score], FAINT)
                         axes.add_patch(
                             Rectangle(place, 0.92, 0.92, facecolor=(tint, share), edgecolor=RULE, linewidth=0.4)
                         )
@@ -282,7 +283,8 @@ def _attention(analysis: Analysis, setting: Setting) -> Figure | None:
     data = [(arm.name, run.id, {s: run.heads.get(s) for s in scores}) for arm, run in probed]
     caption = (
         "A square for each head, one run of each arm; a row is a layer, the first at the bottom. "
-        "Dark: much of a query's attention goes there (oelm probe)."
+        "The stronger the colour, the more of a query's attention goes there; full at the highest value found, or at "
+        f"{FAINT:g} if that is higher (oelm probe)."
     )
     height = 0.9 + 0.16 * tall * len(scores)
     return draw_figure(f"attention.{setting.title}", "What each head looks at", caption, data, draw, height, 0.9, 0.65)
@@ -304,6 +306,7 @@ def _savings(analysis: Analysis, where: str) -> Figure:
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(6))  # more labels than that run into each other
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol="%"))
         axes.margins(x=0.12)
         axes.set_xlabel("step time saved against the reference")
