@@ -205,6 +205,7 @@ def _makers(module, model, config, text, inside):
     return {
         "input_ids": [ids, *coded, lambda: torch.randint(4, 20, (ROWS * books, TOKENS), generator=generator)],
         "decoder_input_ids": [ids], "qformer_input_ids": [ids], "task_inputs": [ids],
+        "inputs": [ids, *pictures, *states],
         "attention_mask": [lambda: None, *ones], "decoder_attention_mask": [lambda: None],
         "global_attention_mask": [lambda: torch.eye(1, TOKENS, dtype=torch.long).expand(ROWS, -1).clone()],
         "token_type_ids": [lambda: torch.zeros(shape, dtype=torch.long)],

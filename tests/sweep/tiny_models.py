@@ -85,6 +85,10 @@ SPECIAL = {
     "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3],
                      "attention_hidden_size": 64, "attention_head_dim": 16, "num_mem_blocks": 1,
                      "n_mamba_heads": 8, "mamba_headdim": 8},
+    "Qwen4ExpTextConfig": {"indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_n_heads": 4,
+                           "indexer_kv_heads": 1, "indexer_head_dim": 8},
+    "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 16},
     "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4},
     "Llama4VisionConfig": {"intermediate_size": 128, "projector_input_dim": 64, "projector_output_dim": 64,
                            "vision_output_dim": 64},
@@ -169,11 +173,13 @@ def fill(config, depth=0):
     if _given(config, "num_kv_shared_layers"):
         config.num_kv_shared_layers = 0
     kinds = _given(config, "layer_types")
-    if isinstance(vars(config).get("rope_parameters"), dict):
-        config.rope_parameters.setdefault("mrope_section", [2, 1, 1])
-    if isinstance(vars(config).get("rope_parameters"), dict) and isinstance(kinds, list):
+    rope = vars(config).get("rope_parameters")
+    if isinstance(rope, dict):
         plain = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-        config.rope_parameters |= {kind: dict(plain) for kind in kinds if kind not in config.rope_parameters}
+        by_kind = {kind: dict(plain) for kind in kinds or [] if kind not in rope}
+        config.rope_parameters = {**rope, **by_kind} if rope else by_kind
+        if rope and not by_kind:
+            rope.setdefault("mrope_section", [2, 1, 1])
     return config
 
 
