@@ -93,7 +93,7 @@ def test_damaged_tokens_are_made_again_or_refused(subjects, turns, ledger, tmp_p
 
 def test_verify_finds_damage_of_a_finished_run(subjects, turns, ledger, tmp_path):
     out, last = None, None
-    for rng in turns(0.12, 2000):
+    for rng in turns(0.12, 2200):
         subject = rng.choice(subjects)
         if subject is not last:
             out, last = copied(subject.finished, tmp_path / "run"), subject
