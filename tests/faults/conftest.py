@@ -36,11 +36,14 @@ def _no_peak(monkeypatch):
 
 @pytest.fixture
 def turns():
-    """Yields a random generator until this kind of fault has had its share of the time; fuzzing has a count instead."""
+    """Yields a random generator until this kind of fault has had its share of the time, and in the long form so many
+    turns an hour at least, however busy the machine is. Fuzzing has a count instead.
+    """
     seed = random.randrange(2**32) if HOURS else 0
     print(f"seed {seed}")
 
-    def until(share, least=1):
+    def until(share, an_hour=0):
+        least = max(1, HOURS * an_hour)
         end = time.monotonic() + (HOURS * 3600 or SHORT) * share
         rng, turn = random.Random(seed), 0
         while turn < least or time.monotonic() < end:

@@ -52,7 +52,7 @@ def same_meaning(path, before):
 
 def test_a_damaged_run_resumes_to_the_same_numbers_or_is_refused(subjects, turns, ledger, tmp_path):
     expected = {subject.name: numbers(subject.finished) for subject in subjects}
-    for rng in turns(0.1):
+    for rng in turns(0.1, 400):
         subject = rng.choice(subjects)
         out = copied(subject.stopped, tmp_path / "run")
         path = rng.choice(files_of(out))
@@ -77,7 +77,7 @@ def test_damaged_tokens_are_made_again_or_refused(subjects, turns, ledger, tmp_p
     assert oelm("train", *words, f"out={tmp_path / 'first'}")[0] == 0
     whole = copied(next((tmp_path / "data").iterdir()), tmp_path / "whole")
     data = next((tmp_path / "data").iterdir())
-    for rng in turns(0.05):
+    for rng in turns(0.05, 60):
         copied(whole, data)
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         path = rng.choice(files_of(data))
@@ -93,7 +93,7 @@ def test_damaged_tokens_are_made_again_or_refused(subjects, turns, ledger, tmp_p
 
 def test_verify_finds_damage_of_a_finished_run(subjects, turns, ledger, tmp_path):
     out, last = None, None
-    for rng in turns(0.12):
+    for rng in turns(0.12, 2200):
         subject = rng.choice(subjects)
         if subject is not last:
             out, last = copied(subject.finished, tmp_path / "run"), subject
@@ -128,7 +128,7 @@ def test_every_verb_that_takes_a_model_refuses_a_damaged_one(subjects, turns, le
 
     whole = {(name, verb): asked(name, verb) for name, verbs in VERBS.items() for verb in verbs}
     assert all(code == 0 for code, *_ in whole.values()), whole
-    for rng in turns(0.04):
+    for rng in turns(0.04, 1200):
         name, verb = rng.choice(sorted(whole))
         meta = runs[name] / "best" / META
         path, seal = rng.choice(files_of(runs[name] / "best")), meta.read_bytes()
@@ -153,7 +153,7 @@ def test_a_damaged_packed_study_is_refused(turns, ledger, tmp_path):
     pack(tmp_path / "s", tmp_path / "s.tar.xz")
     content = (tmp_path / "s.tar.xz").read_bytes()
     whole = {path.relative_to(tmp_path / "s"): path.read_bytes() for path in files_of(tmp_path / "s")}
-    for rng in turns(0.01):
+    for rng in turns(0.01, 400):
         (tmp_path / "s.tar.xz").write_bytes(content)
         story, out = damage(tmp_path / "s.tar.xz", rng), tmp_path / "out"
         code, _, errors = oelm("study", "unpack", tmp_path / "s.tar.xz", "-o", out)
@@ -177,7 +177,7 @@ def test_a_report_leaves_out_what_is_damaged_and_says_so(turns, ledger, tmp_path
         run.write_text(record_text(read_run(run.parent) | {"files": sums}))
     assert oelm("report", folder)[0] == 0
     whole = as_json(content(analyse(folder)))
-    for rng in turns(0.04):
+    for rng in turns(0.04, 200):
         path = rng.choice([p for p in files_of(folder) if p.suffix in (".json", ".jsonl")])
         before = path.read_bytes()
         story = f"{path.relative_to(folder)}: {damage(path, rng)}"

@@ -72,7 +72,7 @@ def test_killed_at_file_operations_a_run_ends_as_if_nothing_had_happened(
     assert total > 50
     expected = numbers(place / "whole")
     assert expected == numbers(subject.finished)
-    for turn, rng in enumerate(turns(0.12)):
+    for turn, rng in enumerate(turns(0.12, 30)):
         out, kills = place / f"run{turn}", 0
         while True:
             code, _ = start(words, out, 1 + int(total * rng.random() ** 2) if kills < 12 else 0)
