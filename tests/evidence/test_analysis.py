@@ -132,7 +132,7 @@ def test_a_rate_that_diverged_in_the_search_is_out_without_making_the_study_unfi
     path = next((tmp_path / "s").glob("baseline-lr0.001-s1000-*/run.json"))
     edit(path, status="failed", error="loss is not finite at step 12")
     assert not said(tmp_path / "s", "warning")
-    assert f"their learning rates are out: {path.parent.name}" in said(tmp_path / "s", "note")
+    assert f"their learning rates are not used: {path.parent.name}" in said(tmp_path / "s", "note")
 
 
 def test_a_lost_search_record_does_not_hide_the_comparison_made_with_it(tmp_path):
@@ -224,7 +224,7 @@ def test_step_times_of_separate_runs_are_never_called_impossible(tmp_path):
     fake_study(tmp_path / "s", step_seconds={"oelm": 0.01})
     row = next(r for r in analyse(tmp_path / "s").savings() if r.arm == "oelm")
     assert row.saving == pytest.approx(0.51, abs=0.02)
-    assert "not timed in turns" in said(tmp_path / "s", "note")
+    assert "no fair comparison of step times" in said(tmp_path / "s", "note")
 
 
 ACCURACY = {"metric": "accuracy", "margin_points": 0.5}

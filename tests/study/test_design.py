@@ -167,9 +167,9 @@ def test_a_target_of_its_own_is_counted_by_the_model():
 
 def test_a_begun_studys_plan_uses_the_spread_that_was_measured(tmp_path):
     study = make_study(tmp_path, seeds=[0, 1, 2])
-    assert "sd 0.01 nats (an assumption)" in describe(study).notes[-1]
+    assert "is 0.01 nats (an assumption)" in describe(study).notes[-1]
     for cell in comparison_runs(study, {}):
         finish(cell, loss=2.0 + cell.seed + (0.1 * cell.seed if cell.group.arm == "oelm" else 0.0))
     design = describe(study)
-    assert "sd 0.1 nats (as measured on 3 pairs of this study)" in design.notes[-1]  # differences 0, 0.1, 0.2
+    assert "is 0.1 nats (as measured on 3 pairs of this study)" in design.notes[-1]  # differences 0, 0.1, 0.2
     assert design.detectable == pytest.approx(10 * describe(study, sd=0.01).detectable)

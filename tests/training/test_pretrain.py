@@ -127,7 +127,7 @@ def test_a_saved_run_is_re_checked_from_its_files(finished, tmp_path):
     assert lines[1].startswith("best: 4 frozen tensors unchanged since they were frozen")
     assert lines[1].endswith("; 4 of them are still orthonormal frames")
     assert lines[2].startswith("last: 4 frozen tensors unchanged since they were frozen")
-    assert re.fullmatch(r"best: its loss on 4 windows of the validation is \d\.\d{4} again", lines[3])
+    assert re.fullmatch(r"best: its loss on 4 windows of validation text is again \d\.\d{4}", lines[3])
     assert "20 steps and the best loss of" in lines[4]
 
     def copy_with(change):

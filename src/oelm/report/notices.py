@@ -188,7 +188,8 @@ def _edges(analysis: Analysis) -> list[str]:
         for arm in setting.arms:
             search = arm.search
             if search and search.choice.edge:
-                found.append(f"{_at(arm.name, setting.title)} ({search.choice}, the {search.choice.edge} tried)")
+                edge = search.choice.edge.replace("only", "only one")
+                found.append(f"{_at(arm.name, setting.title)} ({search.choice}, the {edge} tried)")
     return [f"The best settings may lie outside what was tried: {_listed(found)}."] if found else []
 
 
