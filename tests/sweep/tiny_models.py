@@ -43,7 +43,7 @@ SIZES = {
     **dict.fromkeys(("upsample_groups", "num_latents"), 8),
     "num_queries": 10,
     **dict.fromkeys(("num_filters", "indexer_budget"), 8),
-    "base_channels": 32,
+    **dict.fromkeys(("base_channels", "downsample_hidden_size", "conv_hidden_size", "subsampling_conv_channels"), 32),
 }  # fmt: skip
 LISTS = {"num_heads": 4, "depths": 1, "num_attention_heads": 4, "hidden_sizes": 32, "num_key_value_heads_per_layer": 2}
 # What a field is given that its class leaves open, where the class cannot be built without it.
@@ -93,8 +93,8 @@ SPECIAL = {
     "Llama4VisionConfig": {"intermediate_size": 128, "projector_input_dim": 64, "projector_output_dim": 64,
                            "vision_output_dim": 64},
     "DbrxAttentionConfig": {"clip_qkv": 8.0, "kv_n_heads": 2},
-    "BrosConfig": {"dim_bbox_projection": 8, "dim_bbox_sinusoid_emb_2d": 8, "dim_bbox_sinusoid_emb_1d": 1},
-    "DonutSwinConfig": {"window_size": 4}, "EsmcConfig": {"num_key_value_heads": 4},
+    "BrosConfig": {"dim_bbox_projection": 8, "dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 2},
+    "DonutSwinConfig": {"window_size": 4}, "SwinConfig": {"window_size": 4}, "EsmcConfig": {"num_key_value_heads": 4},
     "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
 }  # fmt: skip

@@ -18,7 +18,7 @@ from oelm.method.trace import trace_scores
 # attention, projections of positions alone, and keys that are values as well.
 LEFT = {"q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj", "pos_query_proj", "pos_key_proj", "relative_k_proj",
         "linear_pos", "pos_proj", "pos_q_proj", "q_pos_proj", "k_pos_proj", "q_pos_sine_proj", "query_pos_proj",
-        "key_pos_proj", "query_pos_sine_proj"}  # fmt: skip
+        "key_pos_proj", "query_pos_sine_proj", "bbox_projection"}  # fmt: skip
 VALUES_TOO = {"DeepseekV4Attention": {"kv_proj", "gate_proj"}}
 
 
