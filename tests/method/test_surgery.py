@@ -585,6 +585,15 @@ def test_one_weight_in_two_layers_has_one_frame_and_no_corrections():
         apply_oelm(tied(), "oelm-lora")
 
 
+def test_one_weight_with_two_biases_is_refused():
+    """One of them would stay as it is, and trained."""
+    model = build("bert")
+    first, second = (layer.attention.self for layer in model.bert.encoder.layer[:2])
+    second.query.weight = first.query.weight
+    with pytest.raises(ValueError, match="are one parameter with two biases"):
+        apply_oelm(model)
+
+
 def test_keys_that_are_values_too_stay_trained_and_the_report_says_so():
     from transformers import Gemma4TextConfig, Gemma4TextModel
 

@@ -95,9 +95,26 @@ def test_losses_and_accuracies_have_tables_of_their_own(shelf, tmp_path):
     fake_study(tmp_path / "task", seeds=2, search=False, cost=COST, examples=60, decide={"metric": "accuracy"})
     folders = [shelf / "short", tmp_path / "task"]
     top = write_several(folders, tmp_path / "page.html")
-    assert [table.key for table in top.arms] == ["side.loss", "side.accuracy"]
-    assert [figure.key for figure in top.figures] == ["side.loss", "side.accuracy"]
+    assert [table.key for table in top.arms] == ["side.loss.validation", "side.accuracy.validation"]
+    assert [figure.key for figure in top.figures] == ["side.loss.validation", "side.accuracy.validation"]
     assert check_several(folders, tmp_path / "page.html").differences == []
+
+
+def test_numbers_of_two_splits_have_tables_of_their_own(tmp_path):
+    for split in ("validation", "test"):
+        rule = {"metric": "accuracy", "split": None if split == "validation" else split}
+        fake_study(tmp_path / split, seeds=2, search=False, cost=COST, examples=60, decide=rule)
+    top = several([analyse(tmp_path / name) for name in ("validation", "test")])
+    assert [table.key for table in top.arms] == ["side.accuracy.validation", "side.accuracy.test"]
+    assert any("tables of their own" in notice.text for notice in top.notices)
+
+
+def test_an_arm_of_other_settings_than_its_method_is_named_too(tmp_path):
+    for name, std in (("a", 0.02), ("b", 0.1)):
+        arms = {"baseline": {}, "wide": {"method": {"arm": "oelm"}, "model": {"init_std": std}}}
+        fake_study(tmp_path / name, seeds=2, search=False, cost={"baseline": 0.0, "wide": 0.01}, arms=arms)
+    texts = [notice.text for notice in several([analyse(tmp_path / name) for name in "ab"]).notices]
+    assert any("The name wide does not mean the same" in text and "model.init_std = 0.1" in text for text in texts)
 
 
 def test_every_number_is_on_the_page_once_and_leads_to_a_run_of_its_own_study(shelf):
@@ -107,7 +124,7 @@ def test_every_number_is_on_the_page_once_and_leads_to_a_run_of_its_own_study(sh
     assert len(ids) == len(set(ids)) == 6 * 7
     for runs in re.findall(r'data-runs="([^"]*)"', text):
         assert {f"run-{run}" for run in runs.split(" ")} <= set(ids)
-    top = re.search(r'data-table="side.loss".*?</table>', text, re.DOTALL)[0]
+    top = re.search(r'data-table="side.loss.validation".*?</table>', text, re.DOTALL)[0]
     assert "long-run/" in top
     assert "short/" in top
     for name in ("short/", "long-run/"):
@@ -118,9 +135,12 @@ def test_every_number_is_on_the_page_once_and_leads_to_a_run_of_its_own_study(sh
 @pytest.mark.parametrize(
     ("pattern", "reported"),
     [
-        (r'(data-k="side\.short/\.\.oelm\.ratio"[^>]*>)[^<]*', "Perplexity ÷ the reference's, oelm, short: the page"),
+        (
+            r'(data-k="side\.short/\.\.oelm\.ratio"[^>]*>)[^<]*',
+            "Perplexity ÷ the reference's, on validation, oelm, short",
+        ),
         (r'(data-k="long-run/\.\.oelm\.ratio"[^>]*>)[^<]*', "long-run: Arms, oelm, PPL ratio: the page says"),
-        (r'(data-figure="side\.loss" data-v=")\w+', "figure side.loss: drawn from other data"),
+        (r'(data-figure="side\.loss\.validation" data-v=")\w+', "figure side.loss.validation: drawn from other data"),
         (r"(<td[^>]*><span class=\"main\">)5% of perplexity", "text: the page says"),
     ],
 )

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from .leaves import Slice, rolled_halves, turn
 from .recovery import Recovered
@@ -79,6 +80,7 @@ class _Thin(torch.autograd.Function):
         return q, k
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, h = ctx.saved_tensors
         gradients = tuple(gradient.contiguous() for gradient in gradients)
@@ -102,7 +104,7 @@ def _pieces(flat: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_role(x: Tensor) -> Tensor:
-    return x.view(len(x), 2, -1).transpose(0, 1)  # (N, 2 x anything) -> (2, N, anything)
+    return x.view(len(x), 2, x.shape[1] // 2).transpose(0, 1)  # (N, 2 x anything) -> (2, N, anything)
 
 
 def _add_turned(gradients: Sequence[Tensor], turns: Sequence[int], *, out: Tensor) -> None:
@@ -124,6 +126,7 @@ class _Blocks(torch.autograd.Function):
         return x.view_as(x), k
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, m = ctx.saved_tensors
         dq, dk = (gradient.contiguous() for gradient in gradients)
@@ -135,7 +138,7 @@ class _Blocks(torch.autograd.Function):
 
 
 def _heads(x: Tensor, m: Tensor) -> Tensor:
-    return x.view(len(x), len(m), -1).transpose(0, 1)  # (N, C) -> (H, N, D)
+    return x.view(len(x), *m.shape[:2]).transpose(0, 1)  # (N, C) -> (H, N, D)
 
 
 def _by_head(m: Tensor, turned: int) -> list[tuple[slice, slice]]:

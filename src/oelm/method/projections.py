@@ -377,6 +377,11 @@ def _looks_like_attention(module: nn.Module) -> bool:
     return roles == {"q", "k"} or any(_SURELY_FUSED.fullmatch(name) for name in weighty)
 
 
+def _bias(model: nn.Module, weight: str) -> nn.Parameter | None:
+    """The bias beside a weight of this name."""
+    return owner_of(model, weight.rpartition(".")[0])._parameters.get("bias")
+
+
 def _once_each(model: nn.Module, found: Sequence[Projection]) -> list[Projection]:
     """A weight that several layers share (Zamba's one attention for all its blocks) has one frame and counts once."""
     owners: dict[int, str] = {}
@@ -388,4 +393,6 @@ def _once_each(model: nn.Module, found: Sequence[Projection]) -> list[Projection
             once.append(p)
         elif p.layout.fused:
             raise ValueError(f"model: {first} and {p.name} are one parameter, which cannot be split; untie them first")
+        elif (mine := _bias(model, p.name)) is not None and mine is not _bias(model, first):
+            raise ValueError(f"model: {first} and {p.name} are one parameter with two biases; untie them first")
     return once

@@ -34,23 +34,23 @@ def design_table(analysis: Analysis) -> Table | None:
 def shared_settings(analysis: Analysis, arm: str | None = None) -> dict[str, Any]:
     """Settings of the runs, of all or of one arm; `several` where the runs differ."""
     cells = [cell for cell, _ in (*analysis.compare, *analysis.search) if arm in (None, cell.group.arm)]
-    every = [_flat(cell.config.science()) for cell in cells]
+    every = [flat(cell.config.science()) for cell in cells]
     same = _same(cells) if cells else {}
     return {key: same.get(key, "several") for settings in every for key in settings}
 
 
 def _same(cells: Sequence[Planned]) -> dict[str, Any]:
     """Settings with one value in all of these runs."""
-    first, *rest = [_flat(cell.config.science()) for cell in cells]
+    first, *rest = [flat(cell.config.science()) for cell in cells]
     return {key: value for key, value in first.items() if all(key in o and o[key] == value for o in rest)}
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            found |= _flat(value, f"{name}.")
+            found |= flat(value, f"{name}.")
         elif name not in OWN and value is not None:
             found[name] = value
     return found

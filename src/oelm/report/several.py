@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 
 from ..evidence.analysis import Analysis, Arm, Comparison, Setting
 from ..evidence.start import reference_start
-from .design import shared_settings, spelled
+from .design import flat, shared_settings, spelled
 from .elements import EMPTY, Cell, Number, Piece, Table, interval
 from .notices import Notice, notices
 from .plots import GOOD, INK, MUTED, Figure, colour, draw_figure, room_for
@@ -60,32 +60,37 @@ def several(analyses: Sequence[Analysis]) -> Several:
         raise ValueError(f"{twice}: two of the studies have this name; rename the folder or the file of one")
     settings = [(analysis, setting) for analysis in analyses for setting in analysis.settings]
     places = [_Place(analysis, setting, i) for i, (analysis, setting) in enumerate(settings)]
-    by_metric = {
-        metric: found for metric in METRICS
-        if (found := [place for place in places if place.analysis.study.decide.metric == metric])
-    }  # fmt: skip
-    drawn = [_figure(metric, found) for metric, found in by_metric.items()]
+    together: dict[tuple[str, str], list[_Place]] = {}
+    for place in sorted(places, key=lambda place: list(METRICS).index(place.analysis.study.decide.metric)):
+        together.setdefault(_quantity(place.analysis), []).append(place)
+    drawn = [_figure(*quantity, found) for quantity, found in together.items()]
     return Several(
         f"{len(analyses)} studies side by side",
         [(analysis.study.name, prefix(analysis), analysis.study.question) for analysis in analyses],
-        _notices(analyses), [_arm_table(metric, found) for metric, found in by_metric.items()],
+        _notices(analyses), [_arm_table(*quantity, found) for quantity, found in together.items()],
         [figure for figure in drawn if figure], [(place.index, place.title) for place in places],
         _settings_table(analyses),
     )  # fmt: skip
+
+
+def _quantity(analysis: Analysis) -> tuple[str, str]:
+    """What is compared, and on which split: numbers of two of them do not belong into one table."""
+    rule = analysis.study.decide
+    return rule.metric, rule.split or "validation"
 
 
 def _arm_names(places: Sequence[_Place]) -> list[str]:
     return list(dict.fromkeys(arm.name for place in places for arm in place.setting.arms))
 
 
-def _arm_table(metric: str, places: Sequence[_Place]) -> Table:
+def _arm_table(metric: str, split: str, places: Sequence[_Place]) -> Table:
     columns = (("Arm", ""), *((place.title, place.analysis.study.question) for place in places))
     rows = tuple((Cell((name,)), *(_cell(place, name) for place in places)) for name in _arm_names(places))
     note = (
         "Each column is one setting of one study. Below each number: the interval that its verdict is read off, after "
         "the study's own correction, and the verdict. Click a number to see its runs, in the section of its study."
     )
-    return Table(f"side.{metric}", METRICS[metric], columns, rows, note)
+    return Table(f"side.{metric}.{split}", f"{METRICS[metric]}, on {split}", columns, rows, note)
 
 
 def _cell(place: _Place, name: str) -> Cell:
@@ -112,7 +117,7 @@ def _decides(analysis: Analysis, c: Comparison) -> list[float]:
     return sorted(shown(analysis, end) for end in c.decides[0] or ())
 
 
-def _figure(metric: str, places: Sequence[_Place]) -> Figure | None:
+def _figure(metric: str, split: str, places: Sequence[_Place]) -> Figure | None:
     """All arms on one scale; the colour is the study and its setting."""
     groups: dict[str, list[tuple[_Place, float, list[float]]]] = {}
     for name in _arm_names(places):
@@ -160,7 +165,8 @@ def _figure(metric: str, places: Sequence[_Place]) -> Figure | None:
     caption = f"Dot: mean over paired seeds. Line: the interval that decides in its study.{shaded}"
     height = 1.15 + sum(max(0.34, 0.16 * len(rows)) for rows in groups.values())
     return draw_figure(
-        f"side.{metric}", "What each arm costs, study by study", caption, [data, sorted(limits)], draw, height,
+        f"side.{metric}.{split}", f"What each arm costs, study by study, on {split}", caption,
+        [data, sorted(limits)], draw, height,
         left=room_for(list(groups)), top=0.28,
     )  # fmt: skip
 
@@ -234,7 +240,7 @@ def _notices(analyses: Sequence[Analysis]) -> list[Notice]:
     starts = [f"{analysis.study.decide.reference}, {_start(analysis)}" for analysis in analyses]
     parted("The studies do not have the same reference.", starts,
            "Ratios of different columns are not relative to the same model.")  # fmt: skip
-    rules = [f"{a.study.decide.metric} on {a.study.decide.split or 'validation'}" for a in analyses]
+    rules = [" on ".join(_quantity(analysis)) for analysis in analyses]
     parted("The studies do not compare the same quantity.", rules, "Their numbers stand in tables of their own.")
     for arm, said in _redefined(analyses).items():
         warnings.append(f"The name {arm} does not mean the same in these studies. {_grouped(said)}.")
@@ -261,7 +267,8 @@ def _redefined(analyses: Sequence[Analysis]) -> dict[str, dict[str, str]]:
     for analysis in analyses:
         for arm in analysis.study.arms:
             settings = shared_settings(analysis, arm)
-            own = {key: value for key, value in settings.items() if key.startswith("method.")}
+            mine = flat(analysis.study.arms[arm])  # what the study sets for this arm, besides its method
+            own = {key: value for key, value in settings.items() if key.startswith("method.") or key in mine}
             if settings:
                 found.setdefault(arm, {})[analysis.study.name] = spelled(own)
     return {arm: said for arm, said in found.items() if len(set(said.values())) > 1}

@@ -92,6 +92,7 @@ def run_on_ray(
                     try:
                         files, node = ray.get(ref)
                         bring_home(cell, files, tokens)
+                        drop_copies(cell, say)
                         problem = look(cell).problem
                         if node and node not in alone and not cell.config.system.mirror:
                             alone.add(node)
@@ -140,10 +141,17 @@ def bring_home(cell: Cell, files: Files, tokens: dict[str, Any]) -> None:
         os.replace(path, cell.folder / path.name)
     arriving.rmdir()
     (cell.folder / MARK).unlink(missing_ok=True)
+
+
+def drop_copies(cell: Cell, say: Callable[[str], None]) -> None:
+    """Removes the copies of a run that is home; where that fails, they stay and the study goes on."""
     if cell.config.system.mirror:
         from ..training.mirror import Mirror
 
-        Mirror(cell.config).remove()
+        try:
+            Mirror(cell.config).remove()
+        except Exception as error:  # each kind of storage has its own
+            say(f"{cell.folder}: its copies stay at {cell.config.system.mirror} ({error})")
 
 
 def _mark(folder: Path) -> str:

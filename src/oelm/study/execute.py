@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from ..config import RunConfig
 from ..record import is_claimed
-from ..training.prefix import drop_unneeded, trunk_folder
+from ..training.prefix import TrunkBusy, drop_unneeded, trunk_folder
 from .gpus import Execution, GpuClaims, give, gpu_memory, pick_gpu
 from .plan import Cell, StudyConfig, check_runs, choose, comparison_runs, groups
 from .watch import begin, compared, diverged, look, losses, searched, unsettled
@@ -283,7 +283,8 @@ def share_cores(execution: Execution, threads: int | None, gpus: int = 0) -> tup
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     on_gpus = gpus // execution.processes * execution.runs_per_gpu
     slots = execution.slots or on_gpus or max(1, cores // (threads or 1))
-    return slots, threads or max(1, cores // slots)
+    processes = execution.processes if on_gpus else 1  # of a run, each with threads of its own
+    return slots, threads or max(1, cores // (slots * processes))
 
 
 def _child(config: RunConfig, gpus: Sequence[str]) -> None:
@@ -299,9 +300,10 @@ def _child(config: RunConfig, gpus: Sequence[str]) -> None:
 
     try:
         run_in_processes(config, max(1, len(gpus)))
+    except TrunkBusy:
+        sys.exit(BUSY)
     except ValueError:
-        trunk = trunk_folder(config)
-        if is_claimed(config.folder) or (trunk and is_claimed(trunk)):  # by another run, for this one has ended
+        if is_claimed(config.folder):  # by another run, for this one has ended
             sys.exit(BUSY)
         raise
 

@@ -70,6 +70,7 @@ def pack(folder: Path, out: Path) -> tuple[int, list[str]]:
 
 def unpack(file: Path, folder: Path) -> int:
     """Writes a packed study back into a folder, where it can go on: the number of its runs."""
+    folder = folder.resolve()
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: is there already; choose another folder with -o")
     files, fresh = _read(file)[1], folder.with_name(f".{folder.name}.new")
@@ -144,11 +145,11 @@ class _Bounded(io.RawIOBase):
     """A stream that ends with an error where no study would go on."""
 
     def __init__(self, content: IO[bytes]) -> None:
-        self.content, self.left = content, LARGEST
+        self.content, self.left = content, 2 * LARGEST  # with the headers and the manifest
 
     def read(self, size: int = -1) -> bytes:
         data = self.content.read(size)
         self.left -= len(data)
         if self.left < 0:
-            raise ValueError(f"it is larger than any study, {LARGEST:,} bytes")
+            raise ValueError(f"it is larger than any study, {LARGEST:,} bytes of records")
         return data

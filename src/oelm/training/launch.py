@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from ..config import RunConfig
+from .prefix import TrunkBusy
 from .run import run_training
 
 GRACE = 600  # seconds for the processes of a run that is asked to end to write their checkpoint
@@ -29,4 +32,8 @@ def run_in_processes(config: RunConfig, processes: int, quiet: bool = False) -> 
         rank, failure = error.get_first_failure()
         if failure.exitcode > 128:  # asked to end by somebody else
             raise SystemExit(failure.exitcode) from None
+        if failure.exitcode < 0:  # killed, for want of memory say: whoever waits for us must see just that
+            os.kill(os.getpid(), -failure.exitcode)
+        if failure.message and TrunkBusy.__name__ in str(failure.message):
+            raise TrunkBusy(f"{config.folder}: another run is taking its first steps; wait for it") from None
         raise ValueError(f"process {rank} of {processes}: {failure.message}") from None

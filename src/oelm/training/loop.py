@@ -182,6 +182,8 @@ def train(
         return progress, None
     finally:
         saver.close()
+        if run and mirror:
+            mirror.close(run.say)
         screen.close()
 
 

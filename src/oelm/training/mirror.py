@@ -1,20 +1,25 @@
 """Checkpoints at an address that fsspec knows (s3://, gs://, file://, ...), from which another machine goes on.
 
 <system.mirror>/<name>-<id>/<step>/   what a run needs to go on after that step; the two newest are kept
+
+A thread of its own sends them, from links to the files, so that neither steps nor checkpoints wait for the network.
 """
 
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
+from ..integrity import META, check_folder
 from ..record import METRICS
-from .prefix import PARTS, check_state, put_in_place, saved_step
+from .prefix import PARTS, check_state, link, put_in_place, saved_step
 
 FILES = (METRICS, "run.json", "training.log")
-KEPT = 2  # as beside the run itself: the newest may be half sent
+PATIENCE = 60.0  # seconds that a run waits at its end for what is on its way
 
 
 class Mirror:
@@ -24,6 +29,8 @@ class Mirror:
         from fsspec.core import url_to_fs
 
         self.run = config.folder
+        self.thread: threading.Thread | None = None
+        self.sent = -1  # the newest step that is there whole
         address = f"{str(config.system.mirror).rstrip('/')}/{config.name}-{config.id}"
         try:
             self.files, self.root = url_to_fs(address)
@@ -31,29 +38,60 @@ class Mirror:
             raise ValueError(f"system.mirror: {config.system.mirror} cannot be used ({error})") from None
 
     def send(self, warn: Callable[[str], None]) -> None:
-        """Copies the run's newest checkpoint there. That it fails does the run no harm, so it is said and no more."""
-        step = saved_step(self.run / "last")
-        try:
-            for part in PARTS:
-                for path in sorted((self.run / part).glob("**/*")):
-                    if path.is_file():
-                        self._put(path, f"{step}/{path.relative_to(self.run).as_posix()}")
-            for name in FILES:
-                self._put(self.run / name, f"{step}/{name}")
-            for old in sorted(self._steps())[:-KEPT]:
-                self.files.rm(f"{self.root}/{old}", recursive=True)
-        except Exception as error:  # each kind of storage has its own
-            warn(f"step {step} is not at system.mirror ({str(error).strip().partition(chr(10))[0]}); it is kept here")
+        """Begins to copy the run's newest checkpoint there, unless the one before is still on its way."""
+        if self.thread and self.thread.is_alive():
+            return
+        leaving = self.run / ".sending"
+        shutil.rmtree(leaving, ignore_errors=True)
+        leaving.mkdir()
+        for part in PARTS:
+            link(self.run / part, leaving / part)
+        for name in FILES:
+            shutil.copyfile(self.run / name, leaving / name)
+        # a daemon: a connection that hangs does not keep the process
+        self.thread = threading.Thread(target=self._send, args=(leaving, warn), daemon=True)
+        self.thread.start()
 
-    def fetch(self) -> int | None:
-        """Puts the newest whole checkpoint in the run's folder, unless that has a newer one; the step, if it did."""
-        arriving = self.run / ".arriving"
-        for step in sorted(self._steps(), reverse=True):
-            if step <= max(saved_step(self.run / part) for part in ("last", "previous")):
-                return None
+    def close(self, warn: Callable[[str], None]) -> None:
+        """Waits for what is on its way, and for the newest checkpoint, but not for ever."""
+        for _ in range(2):
+            if self.thread:
+                self.thread.join(PATIENCE)
+            if self.thread is None or self.thread.is_alive() or self.sent >= saved_step(self.run / "last"):
+                break
+            self.send(warn)
+        if self.thread and self.thread.is_alive():
+            warn(f"system.mirror takes too long: of step {saved_step(self.run / 'last')} it may have nothing")
+
+    def _send(self, leaving: Path, warn: Callable[[str], None]) -> None:
+        """That it fails does the run no harm, so it is said and no more."""
+        step, mark = saved_step(leaving / "last"), leaving / "last" / META
+        try:
+            for path in sorted(leaving.rglob("*"), key=lambda path: path == mark):  # the mark last: all is there
+                if path.is_file():
+                    self._put(path, f"{step}/{path.relative_to(leaving).as_posix()}")
+            self.sent, there = step, self._steps()
+            before = max((old for old in there if old < step), default=step)
+            for old in there:  # higher ones are of a try that came to nothing
+                if old not in (step, before):
+                    self.files.rm(f"{self.root}/{old}", recursive=True)
+        except Exception as error:  # each kind of storage has its own
+            warn(f"step {step} is not at system.mirror ({_line(error)}); it is kept here")
+        shutil.rmtree(leaving, ignore_errors=True)
+
+    def fetch(self) -> str | None:
+        """Puts the newest whole checkpoint in the run's folder, unless that has a newer one; says what it found."""
+        here = max(_whole_step(self.run / part) for part in ("last", "previous"))
+        arriving, newer = self.run / ".arriving", sorted((s for s in self._steps() if s > here), reverse=True)
+        for step in newer:
             shutil.rmtree(arriving, ignore_errors=True)
             try:
                 self.files.get(f"{self.root}/{step}/", f"{arriving}/", recursive=True)
+            except FileNotFoundError:
+                continue  # half sent, or just removed
+            except Exception as error:
+                raise ValueError(f"system.mirror: {self.root}/{step} cannot be fetched ({_line(error)})") from None
+            try:
                 check_state(arriving)
             except (OSError, ValueError, KeyError):
                 continue  # half sent
@@ -61,11 +99,10 @@ class Mirror:
             for name in FILES[1:]:
                 if (arriving / name).exists():
                     shutil.move(arriving / name, self.run / name)
-            break
-        else:
-            step = None
+            shutil.rmtree(arriving, ignore_errors=True)
+            return f"found a checkpoint of step {step} at system.mirror"
         shutil.rmtree(arriving, ignore_errors=True)
-        return step
+        return f"no newer checkpoint at system.mirror is whole (steps {newer})" if newer else None
 
     def remove(self) -> None:
         if self.files.exists(self.root):
@@ -81,7 +118,18 @@ class Mirror:
             self.files.invalidate_cache()
             found = self.files.ls(self.root, detail=False) if self.files.exists(self.root) else []
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"system.mirror: {self.root} cannot be read ({reason})") from None
+            raise ValueError(f"system.mirror: {self.root} cannot be read ({_line(error)})") from None
         names = [str(path).rstrip("/").rpartition("/")[2] for path in found]
         return [int(name) for name in names if name.isdecimal()]
+
+
+def _whole_step(checkpoint: Path) -> int:
+    """The step of a checkpoint here; -1 where there is none, or a damaged one."""
+    try:
+        return int(check_folder(checkpoint)["step"])
+    except (OSError, ValueError, KeyError):
+        return -1
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -103,7 +103,7 @@ class Trunk:
         if not place.exists() and self.lock.is_locked:
             shutil.rmtree(saving, ignore_errors=True)
             for part in PARTS:
-                _link(self.run / part, saving / part)
+                link(self.run / part, saving / part)
             size = json.loads((self.run / "last" / "meta.json").read_text())["metrics_size"]
             (saving / METRICS).write_bytes((self.run / METRICS).read_bytes()[:size])
             (saving / "facts.json").write_text(json.dumps(self._facts(facts)))
@@ -132,7 +132,7 @@ def put_in_place(place: Path, run: Path) -> None:
     aside = {part: run / f".{part}.taken" for part in (*PARTS, METRICS)}
     for part, copy in aside.items():
         shutil.rmtree(copy, ignore_errors=True)
-        _link(place / part, copy) if part in PARTS else shutil.copyfile(place / part, copy)
+        link(place / part, copy) if part in PARTS else shutil.copyfile(place / part, copy)
     for part in ("previous", *PARTS):  # only now: what takes their place is whole
         shutil.rmtree(run / part, ignore_errors=True)
     for part in (METRICS, "best", "last"):  # last: from here on the run goes on from there
@@ -182,7 +182,7 @@ def saved_step(checkpoint: Path) -> int:
     return step if isinstance(step, int) else -1
 
 
-def _link(source: Path, target: Path) -> None:
+def link(source: Path, target: Path) -> None:
     """A copy of a folder that costs no space, where the file system can."""
     if source.exists():
         try:

@@ -114,7 +114,7 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         if other := unused_gpu():
             run.say(f"{other} is there and not used: this run takes the CPU")
         if fetched is not None:
-            run.say(f"found a checkpoint of step {fetched} at system.mirror")
+            run.say(fetched)
         if trunk:
             trunk.take_up(run.facts)
         accelerator.wait_for_everyone()
