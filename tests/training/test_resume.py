@@ -148,7 +148,7 @@ def test_a_finished_run_is_not_run_again(corpus, uninterrupted):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     code, output, _ = finish(corpus, uninterrupted)
     assert code == 0
-    assert output.startswith("finished: best PPL")
+    assert output.startswith("already finished: best PPL")
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
