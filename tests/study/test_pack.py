@@ -99,7 +99,7 @@ def link(kind):
     ["../evil.json", "/tmp/evil.json", "../run.json", "a/../run.json", "x/y/run.json", "./study.json", ".git/run.json",
      "a/run.py", "evil.json", link(tarfile.SYMTYPE), link(tarfile.LNKTYPE), link(tarfile.FIFOTYPE),
      link(tarfile.DIRTYPE)],
-    ids=str,
+    ids=lambda entry: entry if isinstance(entry, str) else f"type {entry.type!r}",
 )  # fmt: skip
 def test_what_is_no_record_is_never_unpacked(tmp_path, name):
     archive_of(tmp_path / "h.tar.xz", {name: b""})
