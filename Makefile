@@ -34,7 +34,7 @@ test-all: setup lint ## the same with the heavy proofs (killed processes, DDP, t
 	$(TEST) -m "not sweep"
 
 sweep: setup ## every model class of transformers, built tiny and operated on (an hour); counts go to docs/sweep.md
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/sweep $(PY) tests/sweep/table.py -o docs/sweep.md
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/sweep:tests $(PY) tests/sweep/table.py -o docs/sweep.md
 
 HOURS := 1
 faults: setup ## kills, damage and fuzzing for HOURS=1; the counts go to docs/reliability.md

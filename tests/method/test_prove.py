@@ -173,3 +173,21 @@ class Convolved(nn.Module):
 def test_a_convolution_that_makes_queries_is_not_taken_for_the_layer_before_it():
     with pytest.raises(ValueError, match="ask makes q but is a Conv1d, no linear layer"):
         apply_oelm(nn.Sequential(Convolved()), example=X)
+
+
+class Smoothed(nn.Module):
+    """Keys that pass through a convolution along each channel, as in some recent models."""
+
+    def __init__(self):
+        super().__init__()
+        self.ask, self.offer, self.smooth = nn.Linear(D, D), nn.Linear(D, D), nn.Conv1d(D, D, 3, padding=1, groups=D)
+
+    def forward(self, x):
+        q, k = self.ask(x), self.smooth(self.offer(x).mT).mT
+        q, k = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k))
+        return (q @ k.mT).softmax(-1) @ x[:, None]
+
+
+def test_a_convolution_along_each_channel_is_looked_through():
+    report = apply_oelm(nn.Sequential(Smoothed()), example=X)
+    assert [(r.projection.module, r.projection.heads) for r in report.projections] == [("0.ask", H), ("0.offer", H)]

@@ -156,8 +156,14 @@ def shrink(config, depth=0):
         dim = _given(config, "head_dim") or config.hidden_size // config.num_attention_heads
         angles = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["mrope_section"] = [angles - 2 * (angles // 3), angles // 3, angles // 3]
-    for name, value in SPECIAL.get(type(config).__name__, {}).items():
+    special = SPECIAL.get(type(config).__name__, {})
+    for name, value in special.items():
         setattr(config, name, value)
+    layers = vars(config).get("num_hidden_layers")
+    stages = vars(config).get("stage_names") or []
+    if "out_indices" not in special and isinstance(layers, int) and len(stages) > layers + 1:
+        config.stage_names = ["stem", *[f"stage{i + 1}" for i in range(layers)]]
+        config._out_features, config._out_indices = config.stage_names[-1:], [layers]
     return config
 
 

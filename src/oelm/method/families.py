@@ -213,7 +213,8 @@ TRANSFORMERS: Mapping[str, Family] = {
     **_named("Qwen4ExpVisionAttention CohereCompassVisionAttention Exaone4_5_VisionAttention", _blocks),
     **_named("Ernie4_5_VLMoeVisionAttention Glm4vVisionAttention Glm4vMoeVisionAttention", _blocks),
     **_named("Glm5NextVisionAttention GlmImageVisionAttention GlmOcrVisionAttention", _blocks),
-    **_named("Florence2VisionChannelAttention Florence2VisionWindowAttention HieraMaskUnitAttention", _blocks),
+    **_named("Florence2VisionWindowAttention HieraMaskUnitAttention", _blocks),
+    "Florence2VisionChannelAttention": lambda module, _: _blocks(module, lambda n: (module.groups, n // module.groups)),
     **_named("Sam2MultiScaleAttention MgpstrAttention TimesformerSelfAttention", _blocks),
     **_named("PPOCRV5MobileRecAttention PPOCRV5ServerRecAttention PPOCRV6SmallRecAttention", _blocks),
     **_named("BarkSelfAttention BarkSelfFlashAttention2", _blocks),
@@ -264,6 +265,7 @@ TIMM: Mapping[str, Family] = {
 CANNOT: Mapping[str, str] = {
     "JetMoeAttention": "has queries made by experts that are chosen for each token, not by a linear layer",
     "IBertSelfAttention": "computes with quantised weights (QuantLinear)",
+    "LSHSelfAttention": "has one projection for queries and keys at once (query_key)",
     "SqueezeBertSelfAttention": "makes queries and keys by grouped convolutions, not by linear layers",
     "XLNetRelativeAttention": "keeps q and k as bare parameters of three dimensions, not as linear layers",
     "EvollaSequenceAlignerCrossAttention": "has one query beside a key for each of three kinds of input",
@@ -274,7 +276,7 @@ CANNOT: Mapping[str, str] = {
 # and sampling at learned places. Left as they are, and named in the report.
 _OTHER_KINDS = re.compile(
     r"GatedDeltaNet|DeltaAttention|Lightning(?:Attention)?$|TextLinearAttention$|Indexer$|"
-    r"Multi[sS]cale\w*DeformableAttention|VQVAEEncoderAttnBlock|RwkvSelfAttention|xLSTMLayer|MobileViTV2LinearSelf|"
+    r"Multi[sS]cale\w*DeformableAttention|VQVAE\w*AttnBlock|RwkvSelfAttention|xLSTMLayer|MobileViTV2LinearSelf|"
     r"EfficientAdditiveAttention|GatedAttention$|AttentionGRUCell|GlobalPointer$"
 )
 

@@ -272,7 +272,8 @@ def projection(
 
 
 def is_attention(module: nn.Module) -> bool:
-    return re.search(r"attention|attn", type(module).__name__, re.IGNORECASE) is not None
+    name = type(module).__name__  # not a feed-forward part that is named after its attention
+    return re.search(r"attention|attn", name, re.IGNORECASE) is not None and not name.endswith("MLP")
 
 
 def head_shape(model: nn.Module, path: str, module: nn.Module, q_rows: int, strict: bool = True) -> tuple[int, int]:

@@ -94,7 +94,7 @@ class _Watch(TorchFunctionMode):
         elif name in ("conv1d", "conv2d", "conv3d") and isinstance(out, Tensor) and out.grad_fn is not None:
             weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
             source = weight if weight is None or weight._base is None else weight._base  # a linear layer's, unsqueezed
-            if id(source) in self.owners:
+            if id(source) in self.owners and weight.shape[1] > 1:  # one that goes along each channel mixes no rows
                 self.linears |= dict.fromkeys(_behind_views(out.grad_fn), (self.owners[id(source)], out))
                 self.channels_second.add(id(out))
         elif name in _PRODUCTS and isinstance(out, Tensor) and out.grad_fn is not None:
