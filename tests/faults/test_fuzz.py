@@ -122,10 +122,18 @@ def test_records(ledger, run, tmp_path, data):
     tried(ledger, "records", read, tmp_path)
 
 
+texts = st.fixed_dictionaries({"text": st.text(max_size=20)}) | st.fixed_dictionaries({"text": values})
+classes = st.lists(st.integers(0, 2), min_size=2, max_size=2)
+split = st.fixed_dictionaries({"labels": classes, "predicted": classes | st.lists(values, max_size=3)})
+answers = st.fixed_dictionaries({"step": st.integers() | values, "splits": st.dictionaries(st.text(max_size=4), split)})
+
+
 @fuzz
 @given(
     content=st.binary(max_size=300)
-    | st.lists(values.map(json.dumps)).map("\n".join).map(lambda s: s.encode("utf-8", "replace"))
+    | (st.lists(texts, max_size=4) | answers.map(lambda x: [x]) | st.lists(values)).map(
+        lambda lines: "\n".join(map(json.dumps, lines)).encode("utf-8", "replace")
+    )
 )
 def test_jsonl_and_study_json(ledger, tmp_path, content):
     (tmp_path / "t.jsonl").write_bytes(content)
