@@ -188,7 +188,7 @@ def test_a_ledger_that_does_not_fit_the_weights_is_found(corpus, tmp_path):
 
 def test_what_fsdp_shards_cannot_change():
     model, _ = _model("oelm-unfreeze")
-    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, scaler=None, _models=[])
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, scaler=None, _models=[], ddp_handler=None)
     with pytest.raises(ValueError, match="method.schedule: works in one process or with DDP"):
         Freezer(None, model, [], ANY, accelerator, 20)
 

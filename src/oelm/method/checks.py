@@ -65,8 +65,14 @@ def _source(module: nn.Module) -> str:
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether a library has put a tensor of its own in a weight's place, such as torchao's Int8Tensor."""
-    return type(parameter.data) is not Tensor and not hasattr(parameter, "full_tensor")  # FSDP's are gathered
+    """Whether a library has put a tensor without bytes of its own in a weight's place, such as torchao's Int8Tensor."""
+    if type(parameter.data) is Tensor or hasattr(parameter, "full_tensor"):  # FSDP's are gathered
+        return False
+    try:
+        parameter.detach().reshape(-1).view(torch.uint8)
+    except Exception:  # each library has its own
+        return True
+    return False
 
 
 def check_tensor(model: nn.Module, projection: Projection, gain: float) -> None:
