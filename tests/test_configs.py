@@ -20,8 +20,9 @@ RUNS = [path for path in CONFIGS if path not in STUDIES]
 SCALED = [(path, scale) for path in STUDIES for scale in (None, "cpu") if scale is None or "cpu" in read_yaml(path)]
 
 
-# Too few seeds for a verdict by design: they choose what a later study compares.
-PILOTS = {"fair-reference", "fast-arms"}
+# Too few seeds for a sign-flip test by design: pilots choose what a later study compares, and the ladder has four at its
+# largest size, where the fit over all sizes and lengths speaks.
+FEW_SEEDS = {"fair-reference", "fast-arms", "ladder"}
 
 
 def name(value):
@@ -43,7 +44,7 @@ def test_a_study_plans(path, scale, tmp_path):
     cells = [*search_runs(study), *comparison_runs(study, chosen), *check_runs(study, chosen)]
     assert sum(cost.runs for cost in design.costs) == len(cells) == len({cell.folder for cell in cells})
     assert all(cost.flops > 0 and cost.memory > 0 for cost in design.costs)
-    assert design.smallest_p < 0.05 or study.name in PILOTS
+    assert design.smallest_p < 0.05 or study.name in FEW_SEEDS
     if scale:
         assert max(cost.parameters for cost in design.costs) < 30e6
     assert set(study.published.values()) <= set(PUBLISHED)
