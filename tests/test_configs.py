@@ -20,8 +20,8 @@ RUNS = [path for path in CONFIGS if path not in STUDIES]
 SCALED = [(path, scale) for path in STUDIES for scale in (None, "cpu") if scale is None or "cpu" in read_yaml(path)]
 
 
-# Too few seeds for a sign-flip test by design: pilots choose what a later study compares, and the ladder has four at its
-# largest size, where the fit over all sizes and lengths speaks.
+# Too few seeds for a sign-flip test by design: pilots choose what a later study compares, and the ladder has four at
+# its largest size, where the fit over all sizes and lengths speaks.
 FEW_SEEDS = {"fair-reference", "fast-arms", "ladder"}
 
 
