@@ -1,5 +1,6 @@
-"""What freezing really saves: arms in turns (d=512, small vocabulary), beside their FLOP ceiling and beside the
-removed products timed alone in the same run. Goal: at least 80 % of the time of the removed products is saved.
+"""What freezing really saves: arms in turns (d=512, small vocabulary), beside their FLOP ceiling and, where an arm drops
+whole products, beside these products timed alone in the same run. Goals: at least 85 % of the ceiling is saved, and one
+arm's step is 10 % shorter, with an interval that excludes 8 %.
 
 The small model's overhead (all that is not forward, backward or optimizer) is measured too; goal: under 3 %.
 
@@ -19,7 +20,8 @@ from oelm.config import load_config
 from oelm.study.bench import bench_step, table
 from oelm.study.shape import arms_of
 
-ARMS = ["baseline", "oelm", "oelm-q", "oelm-identity-q", "oelm-slices", "oelm-slices-gains"]
+ARMS = ["baseline", "oelm", "oelm-q", "oelm-identity-q", "oelm-slices", "oelm-slices-gains", "oelm-slices-lora",
+        "oelm-blocks"]  # fmt: skip
 # Products of (tokens x d) with (d x d) that each arm drops per layer: of 6 for q and k in a training step.
 REMOVED = {"oelm": 2, "oelm-q": 1, "oelm-identity-q": 3, "oelm-slices": 6, "oelm-slices-gains": 6}
 
@@ -42,13 +44,19 @@ if __name__ == "__main__":
         "--minutes", type=float, default=30.0, help="of the larger model at most, and of the smaller one"
     )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 512 tokens; fewer give more turns")
     options = parser.parse_args()
-    words = ["model=medium-512", "model.vocab_size=1024", "train.batch_size=8", f"system.threads={options.threads}"]
-    before = product_seconds(8 * 512, 512)
+    tokens = options.batch * 512
+    words = ["model=medium-512", "model.vocab_size=1024", f"train.batch_size={options.batch}",
+             f"system.threads={options.threads}"]  # fmt: skip
+    before = product_seconds(tokens, 512)
     wish = {"until": options.until / 100, "seconds": 60 * options.minutes}
     result = bench_step(arms_of(load_config(None, words), ARMS), 1024, steps=1, **wish)
-    alone = statistics.mean([before, product_seconds(8 * 512, 512)])
+    alone = statistics.mean([before, product_seconds(tokens, 512)])
     reference = result["arms"]["baseline"]["median_step"]
+    for arm in ARMS[1:]:
+        found = result["arms"][arm]
+        found["share_of_ceiling"] = found["saving"] / found["ceiling"]
     for arm, products in REMOVED.items():
         found = result["arms"][arm]
         removed = 6 * products * alone  # six layers
