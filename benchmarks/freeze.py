@@ -1,6 +1,6 @@
-"""What freezing really saves: arms in turns (d=512, small vocabulary), beside their FLOP ceiling and, where an arm drops
-whole products, beside these products timed alone in the same run. Goals: at least 85 % of the ceiling is saved, and one
-arm's step is 10 % shorter, with an interval that excludes 8 %.
+"""What freezing really saves: arms in turns (d=512, small vocabulary), beside their FLOP ceiling and, where whole
+products are dropped, beside these products timed alone in the same run. Goals: at least 85 % of the ceiling is saved,
+and one arm's step is 10 % shorter, with an interval that excludes 8 %.
 
 The small model's overhead (all that is not forward, backward or optimizer) is measured too; goal: under 3 %.
 

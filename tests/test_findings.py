@@ -40,8 +40,9 @@ def known():
         for setting in analysis.settings:
             for arm in setting.arms:
                 seen[path.name, setting.title, arm.name] = {run.seed: run.value for run in arm.runs}, accuracy
-        for name, arm in analysis.bench.arms.items() if analysis.bench else []:
-            if name != analysis.bench.reference and arm.interval:
+        timed = [(bench, *item) for bench in analysis.benches.values() for item in bench.arms.items()]
+        for bench, name, arm in timed:
+            if name != bench.reference and arm.interval:
                 found.add(tuple(f"{100 * (1 - v):.1f}" for v in (arm.ratio, arm.interval[1], arm.interval[0])))
     for ((study, title, _), (ours, accuracy)), ((other, place, _), (theirs, _)) in product(seen.items(), repeat=2):
         shared = sorted(ours.keys() & theirs.keys())

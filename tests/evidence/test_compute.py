@@ -8,8 +8,11 @@ import pytest
 from report.fake_study import fake_study
 
 from oelm.evidence.analysis import analyse
-from oelm.evidence.compute import _reached, by_budgets
-from oelm.report.timing import baseline_time_table
+from oelm.evidence.compute import _reached, at_equal_time, by_budgets
+from oelm.report.check import check_report
+from oelm.report.html import write_report
+from oelm.report.timing import baseline_time_table, equal_time_table
+from oelm.study.pack import pack
 
 COST = {"baseline": 0.0, "oelm": 0.05, "oelm-q": -0.1, "oelm-random": 0.5}
 STEP = {"baseline": 0.02, "oelm": 0.01, "oelm-q": 0.02, "oelm-random": 0.02}
@@ -77,3 +80,67 @@ def test_budgets_take_the_place_of_single_curves(analysis, tmp_path):
     assert row[2].sub[0].value == 2048 * row[2].order
     assert row[6].order == pytest.approx(row[5].order / 2, rel=0.03)  # steps by training loss, at half the time each
     json.dumps([piece.value for piece in row[6].sub if not isinstance(piece, str)], allow_nan=False)
+
+
+SIZES = {"a": {"model": {"n_layer": 2}}, "b": {"model": {"n_layer": 3}}}
+
+
+def timing(layers, **ratios):
+    """What `oelm bench step` writes of the study's size with so many layers."""
+    arms = {arm: {"median_step": 0.02, "ratio": ratio, "interval": (ratio - 0.01, ratio + 0.01), "ceiling": 0.2}
+            for arm, ratio in ratios.items()}  # fmt: skip
+    shape = {"model": {"name": "small", "n_layer": layers}, "vocab_size": 4096, "batch_size": 16, "context": 128}
+    return json.dumps({"reference": "baseline", "arms": arms, "shape": shape})
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("timed") / "s"
+    fake_study(folder, seeds=4, search=False, noise=0.001, cost={"baseline": 0.0, "oelm": 0.05}, step_seconds=STEP,
+               budgets=[50, 100, 200], sizes=SIZES)  # fmt: skip
+    (folder / "bench-a.json").write_text(timing(2, baseline=1.0, oelm=0.8))
+    (folder / "bench-b.json").write_text(timing(3, baseline=1.0, oelm=0.9))
+    return folder
+
+
+def test_at_equal_time_a_shorter_step_makes_up_for_what_it_is_worth_in_steps(timed):
+    rows = at_equal_time(analyse(timed))
+    assert [(row.setting.size, row.setting.budget) for row in rows] == [("a", 100), ("a", 200), ("b", 100), ("b", 200)]
+    for row in rows:  # at 50 steps the reference would have taken fewer than its shortest budget
+        ratio = {"a": 0.8, "b": 0.9}[row.setting.size]
+        assert row.steps == pytest.approx(row.setting.budget * ratio)
+        assert row.gap == pytest.approx(0.05 + 0.15 * np.log2(ratio), abs=0.002)
+        worth = 0.15 * np.log2((ratio + 0.01) / (ratio - 0.01))  # what the clock leaves open
+        assert worth < row.interval.high - row.interval.low < worth + 0.01
+        assert row.interval.low < row.gap < row.interval.high
+        assert (row.pairs, len(set(row.runs))) == (4, 4 * 3 * 2)
+
+
+def test_the_seconds_of_a_target_come_from_steps_timed_in_turns(timed):
+    rows = rows_of(analyse(timed), "oelm")
+    assert {row.setting.size: row.clock for row in rows} == {"a": 0.8, "b": 0.9}  # by the runs' own clocks, 0.5
+    for row in rows:
+        assert row.seconds.value == pytest.approx(row.tokens.value * row.clock)
+        assert row.seconds.interval.low < row.seconds.value < row.seconds.interval.high
+
+
+def test_equal_time_stands_on_the_page_and_in_the_packed_study(timed, tmp_path):
+    table = equal_time_table(analyse(timed))
+    assert len(table.rows) == 4
+    pack(timed, tmp_path / "s.tar.xz")
+    write_report(tmp_path / "s.tar.xz", tmp_path / "s.html")
+    assert "At equal time" in (tmp_path / "s.html").read_text()
+    assert check_report(timed, tmp_path / "s.html").differences == []
+
+
+def test_without_steps_in_turns_or_against_another_reference_no_time_is_equal(analysis, timed):
+    assert at_equal_time(analysis) == []
+    assert equal_time_table(analysis) is None
+    assert at_equal_time(analyse(timed, "oelm")) == []
+
+
+def test_two_timings_of_one_size_are_one_clear_line(timed):
+    (timed / "bench.json").write_text(timing(2, baseline=1.0, oelm=0.7))
+    with pytest.raises(ValueError, match=r"bench\.json: holds step times of a that another file has too"):
+        analyse(timed)
+    (timed / "bench.json").unlink()

@@ -13,7 +13,7 @@ from oelm.study import bench
 from oelm.study.bench import Contender, bench_step, table, yardstick
 from oelm.study.pack import opened
 from oelm.study.plan import load_study
-from oelm.study.shape import arms_of, arms_of_study, other_shape, shape_of
+from oelm.study.shape import arms_of, arms_of_study, shape_of, timed_size
 from oelm.study.turns import take_turns
 from oelm.study.watch import read_study
 from oelm.training.rehearsal import start_accelerator
@@ -95,11 +95,11 @@ def test_a_wrong_wish_is_one_clear_line(load, changes, options, message):
 def test_a_shape_is_the_same_however_it_is_spelled(load):
     study = load()
     timed = {"shape": shape_of(arms_of_study(study)[0]["baseline"])}
-    assert other_shape(timed, study) is None
+    assert timed_size(timed, study) == ("", "")
     spelled = {**timed["shape"], "model": {"name": "tiny", "n_layer": 2}}
-    assert other_shape({"shape": spelled}, study) is None
-    assert other_shape(timed, load("base.model={name: medium-512, n_layer: 2, n_head: 4, d_model: 64, context: 64}",
-                                   "base.model.vocab_size=300")) is None  # fmt: skip
+    assert timed_size({"shape": spelled}, study) == ("", "")
+    assert timed_size(timed, load("base.model={name: medium-512, n_layer: 2, n_head: 4, d_model: 64, context: 64}",
+                                  "base.model.vocab_size=300")) == ("", "")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -114,25 +114,28 @@ def test_a_shape_is_the_same_however_it_is_spelled(load):
 )
 def test_another_shape_is_refused_with_what_differs(load, word, reason):
     timed = {"shape": shape_of(arms_of_study(load())[0]["baseline"])}
-    assert other_shape(timed, load(word)) == f"timed another shape: {reason}"
+    assert timed_size(timed, load(word)) == (None, f"timed another shape: {reason}")
 
 
 @pytest.mark.parametrize("written", [{}, {"shape": None}, {"shape": {"model": {}}}])
 def test_a_benchmark_without_a_shape_is_of_none(load, written):
-    assert "does not say" in other_shape(written, load())
+    size, reason = timed_size(written, load())
+    assert size is None
+    assert "does not say" in reason
 
 
-def test_a_benchmark_of_one_of_several_sizes_is_fine(load):
+def test_a_benchmark_belongs_to_the_size_that_it_timed(load):
     study = load(sizes={"one": {"model": {"n_layer": 1}}, "two": {}})
-    timed = {"shape": shape_of(arms_of_study(study, size="one")[0]["baseline"])}
-    assert other_shape(timed, study) is None
+    for size in study.sizes:
+        timed = {"shape": shape_of(arms_of_study(study, size=size)[0]["baseline"])}
+        assert timed_size(timed, study) == (size, "")
 
 
 def test_published_benchmarks_are_of_their_studies_shape():
     found = [path for file in sorted((ROOT / "results").glob("*.tar.xz")) for path in opened(file).glob("bench.json")]
     assert len(found) > 2
     for path in found:
-        assert other_shape(json.loads(path.read_text()), read_study(path.parent)) is None, path
+        assert timed_size(json.loads(path.read_text()), read_study(path.parent))[0] is not None, path
 
 
 def test_a_study_file_is_timed_from_the_command_line(tmp_path, capsys, monkeypatch):
@@ -149,7 +152,7 @@ def test_a_study_file_is_timed_from_the_command_line(tmp_path, capsys, monkeypat
     assert "mine" in capsys.readouterr().out
     written = json.loads((tmp_path / "bench.json").read_text())
     assert written["shape"]["vocab_size"] == 257
-    assert other_shape(written, load_study(file)) is None
+    assert timed_size(written, load_study(file)) == ("", "")
     for wrong in ("x", "0", "-1%", "200%"):
         with pytest.raises(ValueError, match="--until: give a share such as 1% or 0.01"):
             app([*words, "--until", wrong], standalone_mode=False)

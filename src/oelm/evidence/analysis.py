@@ -13,17 +13,17 @@ from ..study.looks import Place, Reading, paired_values, seeds_asked
 from ..study.pack import opened
 from ..study.plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 from ..study.search import Choice, Point
-from ..study.shape import other_shape
 from ..study.watch import read_study
 from .looked import decided_by_looks
 from .records import (
     Bench,
+    BenchArm,
     LeftOut,
     Measured,
     Probe,
     ProbedRun,
     Samples,
-    read_bench,
+    read_benches,
     read_probe,
     read_records,
     read_samples,
@@ -151,8 +151,8 @@ class Analysis:
     left_out: tuple[LeftOut, ...]
     diverged: tuple[LeftOut, ...]  # runs of the search whose learning rate is out: a result, if not a number
     strays: tuple[str, ...]  # folders of finished runs that are not in the plan, or there a second time
-    bench: Bench | None
-    other_bench: str | None  # why bench.json is left out: it timed another shape than this study's
+    benches: dict[str, Bench]  # size -> step times, taken in turns; "" where the study has no sizes
+    other_benches: dict[str, str]  # name of a file -> why it is left out: it timed another shape than this study's
     probe: Probe | None
     samples: Samples | None
 
@@ -173,13 +173,15 @@ class Analysis:
 
     def savings(self) -> list[Saving]:
         """From bench.json, timed in turns; without one from the runs' own clocks, which are no fair comparison."""
-        if self.bench:
+        if self.benches:
+            several = len(self.study.sizes) > 1
             return [
                 Saving(
-                    name, "", 1 - arm.ratio, (1 - arm.interval[1], 1 - arm.interval[0]) if arm.interval else None,
+                    name, size if several else "", 1 - arm.ratio,
+                    (1 - arm.interval[1], 1 - arm.interval[0]) if arm.interval else None,
                     arm.ceiling, arm.median_step, (), arm.most_saved,
                 )
-                for name, arm in self.bench.arms.items() if name != self.bench.reference
+                for size, bench in self.benches.items() for name, arm in bench.arms.items() if name != bench.reference
             ]  # fmt: skip
         rows = []
         for setting in self.settings:
@@ -192,6 +194,11 @@ class Analysis:
                     ceiling = 1 - (1 - arm.runs[0].ceiling) / (1 - base.runs[0].ceiling)
                     rows.append(Saving(arm.name, setting.title, share, None, ceiling, arm.step_seconds, ids))
         return rows
+
+    def timed(self, size: str, arm: str) -> BenchArm | None:
+        """An arm's step against the reference's at this size, in turns; None: it was not timed so."""
+        bench = self.benches.get(size)
+        return bench.arms.get(arm) if bench and bench.reference == self.study.decide.reference else None
 
     def comparisons(self) -> list[tuple[Setting, Arm, Comparison]]:
         return [(s, arm, arm.comparison) for s in self.settings for arm in s.arms if arm.comparison]
@@ -206,7 +213,8 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     elsewhere, _, foreign = (against or "").rpartition(":")
     if elsewhere:
         return _against_another(analyse(folder), analyse(Path(elsewhere), foreign), foreign)
-    study, bench, probe = read_study(folder), read_bench(folder), read_probe(folder)
+    study, probe = read_study(folder), read_probe(folder)
+    benches, other_benches = read_benches(folder, study)
     if against is not None:
         if against not in study.arms:
             raise ValueError(
@@ -253,10 +261,9 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
     decided = _decided(study, settings)
     if study.looks:
         decided = decided_by_looks(study, decided, paired_values(study, cells, values))
-    other = other_shape(bench.model_dump(), study) if bench else None
     return Analysis(
         study, decided, tuple(search), tuple(compare), tuple(checks), planned, lost, out, strays,
-        None if other else bench, other, probe, read_samples(folder),
+        benches, other_benches, probe, read_samples(folder),
     )  # fmt: skip
 
 

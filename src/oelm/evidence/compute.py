@@ -1,27 +1,30 @@
-"""An arm's cost in compute: how many times the reference's steps, tokens and seconds it needs for the reference's loss.
+"""An arm's cost in compute: how many times the reference's steps, tokens and seconds it needs for the reference's loss,
+and the other way round: how their losses compare once both have trained for the same time.
 
-Between the final losses of a study's budgets, in ln D; without budgets along the curves of single runs. Intervals are
-a bootstrap over paired seeds.
+Between the final losses of a study's budgets, in ln D; without budgets along the curves of single runs. Intervals of
+ratios are a bootstrap over paired seeds.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import stats
 from ..stats import Interval
 from .analysis import Analysis, Arm, Setting
-from .records import Measured
+from .records import BenchArm, Measured
 
 PARTS = 20  # a training loss is the mean over one of so many parts of the training
 RESAMPLES = 1000
 MOST = 2**20  # numbers in memory at a time, however many seeds there are
+Pair = tuple[Setting, Arm, Arm]  # an arm and its reference
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Needed:
     reference_tokens: float  # 0: fewer than in its shortest budget
     tokens: Ratio
     steps: Ratio
-    seconds: Ratio | None  # by the runs' own median steps; None: they are not known
+    seconds: Ratio | None  # by steps timed in turns, else by the runs' own median ones; None: they are not known
     clock: float | None  # the arm's step time ÷ the reference's
     least: float  # ratio of tokens: between these, the budgets that were run show it
     most: float
@@ -60,9 +63,57 @@ def by_budgets(analysis: Analysis) -> list[Needed]:
     At the longest budget, where a worse arm has not come to the reference's loss, its own loss is taken: the reference
     had it earlier.
     """
-    rows: list[Needed] = []
+    confidence = analysis.study.decide.confidence
+    found = (_of_arm(pairs, analysis.timed(*_name(pairs)), confidence) for pairs in _arms_by_budget(analysis))
+    return [row for rows in found for row in rows]
+
+
+@dataclass(frozen=True)
+class EqualTime:
+    """An arm at one budget, and the reference after as many seconds, by steps that were timed in turns."""
+
+    setting: Setting
+    arm: Arm
+    clock: BenchArm  # the arm's step against the reference's
+    steps: float  # that the reference has taken by then
+    gap: float  # nats, mean over paired seeds
+    interval: Interval | None  # a t interval, the widest over the interval of the clock; None: too few pairs
+    pairs: int
+    runs: tuple[str, ...]
+
+
+def at_equal_time(analysis: Analysis) -> list[EqualTime]:
+    """Every arm whose step was timed in turns, at every budget whose time lies between two budgets of the reference.
+
+    There the reference's loss is a straight line in ln D, seed by seed.
+    """
+    rows = []
+    for pairs in _arms_by_budget(analysis):
+        clock, (ours, theirs, seeds) = analysis.timed(*_name(pairs)), _sides(pairs)
+        if clock is None or not seeds:
+            continue
+        at = np.log([runs[seeds[0]].steps for runs in theirs])
+        losses = np.array([[runs[seed].value for runs in theirs] for seed in seeds])  # (seeds, budgets)
+        ids = tuple(runs[seed].id for runs in (*ours, *theirs) for seed in seeds)
+        for (setting, arm, _), runs in zip(pairs, ours, strict=True):
+            steps = runs[seeds[0]].steps
+            ends = [math.log(steps * ratio) for ratio in (clock.ratio, *(clock.interval or ()))]
+            if min(ends) < at[0] or max(ends) > at[-1]:
+                continue
+            gaps = [[runs[s].value - np.interp(end, at, line) for s, line in zip(seeds, losses, strict=True)]
+                    for end in ends]  # fmt: skip
+            found = [stats.seed_spread(gap, confidence=analysis.study.decide.confidence) for gap in gaps]
+            bounds = [spread.t for spread in found if spread.t]
+            widest = Interval(min(t.low for t in bounds), max(t.high for t in bounds)) if bounds else None
+            reference = steps * clock.ratio
+            rows.append(EqualTime(setting, arm, clock, reference, found[0].mean, widest, len(seeds), ids))
+    return rows
+
+
+def _arms_by_budget(analysis: Analysis) -> Iterator[list[Pair]]:
+    """Each arm at each size, with its reference, at the budgets at which the two were compared: two at least."""
     if analysis.study.decide.metric != "loss":
-        return rows
+        return
     for place in dict.fromkeys((setting.corpus, setting.size) for setting in analysis.settings):
         settings = [setting for setting in analysis.settings if (setting.corpus, setting.size) == place]
         for name in (name for name in analysis.study.arms if name != analysis.study.decide.reference):
@@ -71,14 +122,23 @@ def by_budgets(analysis: Analysis) -> list[Needed]:
                 for setting in settings for arm in setting.arms if arm.name == name and arm.comparison
             ]  # fmt: skip
             if len(pairs) > 1:
-                rows += _of_arm(pairs, analysis.study.decide.confidence)
-    return rows
+                yield pairs
 
 
-def _of_arm(pairs: Sequence[tuple[Setting, Arm, Arm]], confidence: float) -> list[Needed]:
+def _name(pairs: Sequence[Pair]) -> tuple[str, str]:
+    setting, arm, _ = pairs[0]
+    return setting.size, arm.name
+
+
+def _sides(pairs: Sequence[Pair]) -> tuple[list[dict[int, Measured]], list[dict[int, Measured]], list[int]]:
+    """The arm's and the reference's runs by budget and seed, and the seeds that have them all."""
     ours = [{run.seed: run for run in arm.runs} for _, arm, _ in pairs]
     theirs = [{run.seed: run for run in base.runs} for *_, base in pairs]
-    seeds = sorted(set.intersection(*(set(runs) for runs in (*ours, *theirs))))
+    return ours, theirs, sorted(set.intersection(*(set(runs) for runs in (*ours, *theirs))))
+
+
+def _of_arm(pairs: Sequence[Pair], timed: BenchArm | None, confidence: float) -> list[Needed]:
+    ours, theirs, seeds = _sides(pairs)
     if not seeds:
         return []
     drawn = _drawn(len(seeds))
@@ -88,7 +148,7 @@ def _of_arm(pairs: Sequence[tuple[Setting, Arm, Arm]], confidence: float) -> lis
 
     losses, targets = means(ours), means(theirs)
     tokens, reference = ([runs[seeds[0]].tokens for runs in side] for side in (ours, theirs))
-    clock = _clock_ratio(ours, theirs, seeds, drawn)
+    clock = _clock_ratio(ours, theirs, seeds, drawn) if timed is None else _timed_ratio(timed, len(drawn))
     ids = tuple(runs[seed].id for runs in (*ours, *theirs) for seed in seeds)
     per_token = ours[0][seeds[0]].steps / tokens[0] / (theirs[0][seeds[0]].steps / reference[0])  # steps ÷ reference's
     rows = []
@@ -181,6 +241,13 @@ def _clock_ratio(
         return None
     arm, base = (np.array(side, dtype=np.float64).mean(axis=1)[drawn].mean(axis=1) for side in sides)
     return arm / base if base.min() > 0 else None
+
+
+def _timed_ratio(timed: BenchArm, draws: int) -> NDArray[np.float64]:
+    """The same where it was timed in turns: the ratio itself, then draws as its 95 % interval has it."""
+    low, high = timed.interval or (timed.ratio, timed.ratio)
+    drawn = np.random.default_rng(1).normal(timed.ratio, (high - low) / (2 * 1.96), draws)
+    return np.concatenate([[timed.ratio], np.maximum(drawn[1:], 1e-3)])
 
 
 def _drawn(seeds: int) -> NDArray[np.int64]:

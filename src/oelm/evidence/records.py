@@ -18,7 +18,9 @@ from .. import record, stats
 from ..config import RunConfig
 from ..consistency import check_record
 from ..models.counts import non_embedding
-from ..study.plan import Decide
+from ..study.pack import is_bench
+from ..study.plan import Decide, StudyConfig
+from ..study.shape import timed_size
 from ..study.watch import Seen, diverged
 from ..validation import validation_line
 
@@ -105,7 +107,7 @@ class BenchArm(BaseModel):
 
 
 class Bench(BaseModel):
-    """bench.json: the interleaved timing that a study folder may hold."""
+    """bench.json: the interleaved timing that a study folder may hold; bench-NAME.json: of further sizes."""
 
     reference: str
     arms: dict[str, BenchArm]
@@ -155,8 +157,21 @@ def read_samples(folder: Path) -> Samples | None:
     return _read(folder / "samples.json", Samples, "oelm sample FOLDER -o FILE")
 
 
-def read_bench(folder: Path) -> Bench | None:
-    return _read(folder / "bench.json", Bench, "oelm bench step ... -o FILE")
+def read_benches(folder: Path, study: StudyConfig) -> tuple[dict[str, Bench], dict[str, str]]:
+    """The step times by size, in the study's order; and by their names the files that timed another shape, with why."""
+    found: dict[str, Bench] = {}
+    other = {}
+    for path in sorted(path for path in folder.glob("bench*.json") if is_bench(path.name)):
+        bench = _read(path, Bench, "oelm bench step ... -o FILE")
+        assert bench is not None
+        size, reason = timed_size(bench.model_dump(), study)
+        if size is None:
+            other[path.name] = reason
+        elif size in found:
+            raise ValueError(f"{path}: holds step times of {size or 'a shape'} that another file has too")
+        else:
+            found[size] = bench
+    return {size: found[size] for size in study.sizes or [""] if size in found}, other
 
 
 def read_probe(folder: Path) -> Probe | None:

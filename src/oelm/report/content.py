@@ -17,7 +17,7 @@ from .notices import Notice, notices
 from .samples import samples_table
 from .scaling import compute_table, scaling_tables
 from .tables import Clause, arm_tables, headline
-from .timing import baseline_time_table, timing_table
+from .timing import baseline_time_table, equal_time_table, timing_table
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def content(analysis: Analysis) -> Content:
     more = [
         *scaling_tables(analysis, laws),
         compute_table(analysis, needed),
+        equal_time_table(analysis),
         answers_table(analysis),
         timing_table(analysis),
         baseline_time_table(analysis),

@@ -119,11 +119,10 @@ def _savings(analysis: Analysis, standing: str) -> list[str]:
 
 def _other_bench(analysis: Analysis) -> list[str]:
     """A timing of another model says nothing about this one."""
-    if analysis.other_bench is None:
-        return []
-    size = " --size SIZE" if len(analysis.study.sizes) > 1 else ""
-    command = f"oelm bench step FILE{size} -o FOLDER/bench.json, with this study's file and folder"
-    return [f"bench.json is left out: it {analysis.other_bench}. The right one: {command}."]
+    size, end = (" --size SIZE", "-SIZE") if len(analysis.study.sizes) > 1 else ("", "")
+    command = f"oelm bench step FILE{size} -o FOLDER/bench{end}.json, with this study's file and folder"
+    left_out = analysis.other_benches.items()
+    return [f"{name} is left out: it {reason}. The right one: {command}." for name, reason in left_out]
 
 
 def _threads(analysis: Analysis) -> list[str]:

@@ -313,7 +313,7 @@ def _savings(analysis: Analysis, where: str) -> Figure:
 
     data = [(r.arm, r.where, r.saving, r.interval, r.ceiling) for r in rows]
     caption = "Thick mark: the ceiling, all that the freeze's arithmetic can save. " + (
-        "Thin line: interval." if analysis.bench else "Pale bars: separate processes, not timed in turns."
+        "Thin line: interval." if analysis.benches else "Pale bars: separate processes, not timed in turns."
     )
     height = 0.95 + (0.46 if len(rows) < 6 else 0.3) * len(rows)
     title = f"Step time saved, and the ceiling{', on ' if where else ''}{where}"

@@ -213,13 +213,13 @@ def compute_table(analysis: Analysis, needed: list[Needed]) -> Table | None:
         ("Steps", "that the arm needs for it; how many more than the reference below"),
         ("Tokens", "the same in tokens"),
         ("÷ reference's", "tokens needed, with a bootstrap interval over paired seeds"),
-        ("Time ÷ reference's", "the same in seconds, at the runs' own median step times"),
+        ("Time ÷ reference's", "the same in seconds, by steps that were timed in turns (bench.json); without such, at "
+                               "the runs' own median step times, which separate processes on a shared machine had"),
     )  # fmt: skip
     note = (
         "The loss between two budgets is taken as a straight line in ln D, each budget trained and decayed to its end. "
         "> and <: beyond what the budgets show; nothing is extrapolated, so at its longest budget a worse arm's own "
-        "loss is taken, which the reference had earlier. A bootstrap of few seeds is too narrow. Seconds are those of "
-        "separate processes on a shared machine: tokens are the fair measure."
+        "loss is taken, which the reference had earlier. A bootstrap of few seeds is too narrow."
     )
     return Table("compute", "The cost in compute", columns, rows, note) if rows else None
 

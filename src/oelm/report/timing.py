@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from ..evidence.analysis import Analysis, Arm, Setting
-from ..evidence.compute import Ratio, by_curves, evaluation_reached, mean_losses
+from ..evidence.compute import Ratio, at_equal_time, by_curves, evaluation_reached, mean_losses
+from ..stats import Interval
 from ..study.watch import duration_text
 from .elements import EMPTY, Cell, Number, Piece, Table, count_text, interval, seconds_text
 from .tables import arm_cell, number_key
@@ -33,11 +34,43 @@ def timing_table(analysis: Analysis) -> Table | None:
     )  # fmt: skip
     note = (
         "Timed in turns with the reference in one process (oelm bench step)."
-        if analysis.bench
+        if analysis.benches
         else "From the clocks of separate runs, which share their machine with whatever else it does: not a fair "
         "comparison. For one, run oelm bench step and put its JSON into the study folder as bench.json."
     )
     return Table("timing", "Step time", columns, tuple(rows), note) if rows else None
+
+
+def equal_time_table(analysis: Analysis) -> Table | None:
+    """What a shorter step is worth: both sides are given the same time."""
+    rows = []
+    for row in at_equal_time(analysis):
+        key, c = f"{number_key(row.setting, row.arm)}.equal-time", row.arm.comparison
+        assert c is not None
+        gap = Interval(math.exp(row.interval.low), math.exp(row.interval.high)) if row.interval else None
+        same_steps = Interval(math.exp(c.paired.t.low), math.exp(c.paired.t.high)) if c.paired.t else None
+        rows.append((
+            arm_cell(analysis, row.arm.name, row.setting.title),
+            Cell((Number(f"{key}.clock", row.clock.ratio, f"{row.clock.ratio:.3f}", ()),),
+                 interval(f"{key}.clock", row.clock.interval, ".3f", ())),
+            Cell((Number(f"{key}.steps", row.steps, f"{row.steps:,.0f}", row.runs),)),
+            Cell((Number(f"{key}.same-steps", c.paired.ratio, f"{c.paired.ratio:.3f}", c.runs),),
+                 interval(f"{key}.same-steps", same_steps, ".3f", c.runs)),
+            Cell((Number(key, math.exp(row.gap), f"{math.exp(row.gap):.3f}", row.runs),),
+                 interval(key, gap, ".3f", row.runs)),
+        ))  # fmt: skip
+    columns = (
+        ("Arm", ""), ("Step ÷ reference's", "timed in turns in one process (oelm bench step)"),
+        ("Reference's steps", "in the time in which the arm takes all of its own"),
+        ("At equal steps", "perplexity ÷ reference's"),
+        ("At equal time", "the same, the reference after as many seconds as the arm has had"),
+    )  # fmt: skip
+    note = (
+        "Between two of its budgets the reference's loss is taken as a straight line in ln D, seed by seed. The "
+        "interval is a t interval over paired seeds, the widest over the interval of the step times. No row where the "
+        "time lies outside the reference's budgets: nothing is extrapolated. Not corrected for the number of rows."
+    )
+    return Table("equal-time", "At equal time", columns, tuple(rows), note) if rows else None
 
 
 def baseline_time_table(analysis: Analysis) -> Table | None:

@@ -12,6 +12,7 @@ import io
 import json
 import lzma
 import os
+import re
 import shutil
 import tarfile
 import tempfile
@@ -26,9 +27,14 @@ from ..validation import plain_path
 
 SUFFIX = ".tar.xz"
 MANIFEST = "manifest.json"
-BESIDE = ("study.json", "bench.json", "probe.json", "samples.json")
+BESIDE = ("study.json", "probe.json", "samples.json")
 RECORD = ("run.json", "metrics.jsonl", "timing_stats.json", "predictions.json")
 LARGEST = 2**30  # bytes of a study's records: more is no study, and would have to fit into the memory
+
+
+def is_bench(name: str) -> bool:
+    """Whether a file of this name beside the records holds step times: bench.json, or bench-1.07M.json."""
+    return re.fullmatch(r"bench(-[\w.-]+)?\.json", name) is not None
 
 
 def is_packed(path: Path) -> bool:
@@ -52,7 +58,8 @@ def pack(folder: Path, out: Path) -> tuple[int, list[str]]:
         if is_claimed(run):
             raise ValueError(f"{run}: is running; pack the study when its runs are over, or stop them first")
         (runs if read_run(run)["status"] in ("finished", "failed") else unfinished).append(run)
-    paths = [folder / name for name in BESIDE] + [run / name for run in runs for name in RECORD]
+    benches = sorted(path for path in folder.glob("bench*.json") if is_bench(path.name))
+    paths = [folder / name for name in BESIDE] + benches + [run / name for run in runs for name in RECORD]
     if (size := sum(path.stat().st_size for path in paths if path.is_file())) > LARGEST:
         raise ValueError(f"{folder}: its records have {size:,} bytes, a packed study {LARGEST:,} at most")
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.is_file()}
@@ -133,7 +140,7 @@ def _entries(file: Path) -> Iterator[tuple[str, bytes]]:
     with lzma.open(file) as content, tarfile.open(fileobj=_Bounded(content), mode="r|") as archive:
         for entry in archive:
             run, slash, name = entry.name.rpartition("/")
-            known = name in (RECORD if slash else (MANIFEST, *BESIDE))
+            known = name in (RECORD if slash else (MANIFEST, *BESIDE)) or (not slash and is_bench(name))
             if not entry.isreg() or entry.sparse or not known or run.startswith(".") or {*run} & {*"/\\"}:
                 raise ValueError(f"{entry.name!r} does not belong into a study")
             found = archive.extractfile(entry)

@@ -59,8 +59,8 @@ def shape_of(config: RunConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def other_shape(bench: Mapping[str, Any], study: StudyConfig) -> str | None:
-    """Why a benchmark's step times are not those of the study's runs; None if they are those of one of its sizes.
+def timed_size(bench: Mapping[str, Any], study: StudyConfig) -> tuple[str | None, str]:
+    """Whose step times a benchmark has: (the study's size, "" if it has but one), or (None, why it is none of them).
 
     `bench` is the content of a bench.json. One that does not say what it measured is of no shape.
     """
@@ -69,7 +69,7 @@ def other_shape(bench: Mapping[str, Any], study: StudyConfig) -> str | None:
         found = {"batch_size": given["batch_size"], "context": given["context"], "vocab_size": given["vocab_size"]}
         found["model"] = _spelled_out(given["model"])
     except (KeyError, TypeError):
-        return "does not say which model it timed, at which batch size and vocabulary"
+        return None, "does not say which model it timed, at which batch size and vocabulary"
     reasons = []
     for group, config in _group_configs(study).items():
         if group.arm != study.decide.reference:
@@ -79,9 +79,9 @@ def other_shape(bench: Mapping[str, Any], study: StudyConfig) -> str | None:
         pairs |= {f"model.{key}": (found["model"].get(key), value) for key, value in wanted["model"].items()}
         differing = [f"{k} {was} instead of {is_}" for k, (was, is_) in pairs.items() if is_ is not None and was != is_]
         if not differing:
-            return None
+            return group.size, ""
         reasons.append(f"timed another shape: {', '.join(differing)}")
-    return min(reasons, key=len)
+    return None, min(reasons, key=len)
 
 
 def _group_configs(study: StudyConfig) -> dict[Group, RunConfig]:
