@@ -20,9 +20,9 @@ RUNS = [path for path in CONFIGS if path not in STUDIES]
 SCALED = [(path, scale) for path in STUDIES for scale in (None, "cpu") if scale is None or "cpu" in read_yaml(path)]
 
 
-# Too few seeds for a sign-flip test by design: pilots choose what a later study compares, and the ladder has four at
-# its largest size, where the fit over all sizes and lengths speaks.
-FEW_SEEDS = {"fair-reference", "fast-arms", "ladder"}
+# Too few seeds for a sign-flip test by design: pilots choose what a later study compares, and the ladders have four at
+# the largest size and five at others, where the fit over all sizes and lengths speaks.
+FEW_SEEDS = {"fair-reference", "fast-arms", "ladder", "ladder-relative"}
 
 
 def name(value):
