@@ -367,3 +367,21 @@ def test_looks_stop_asking_for_seeds_once_everything_is_decided(study_file):
     assert run_study(close, say=said.append) == {}
     assert len(planned(close)[0]) == 6
     assert "looks: 6 of 6 planned runs of the comparison were asked for" in said
+
+
+def test_one_size_runs_alone_and_the_others_wait(study_file):
+    sizes = {"s": {}, "l": {"model": {"d_model": 64}}}
+    path = study_file(lr={"grid": [1e-3, 4e-3]}, sizes=sizes, check={"factor": 0.5})
+    said = []
+    assert run_study(load_study(path), size="s", say=said.append) == {}
+    cells, waiting, seen = planned(load_study(path))
+    assert {(c.group.size, c.stage, seen[c.config.id].status) for c in cells} == {
+        ("s", "search", "finished"),
+        ("s", "compare", "finished"),
+        ("s", "check", "finished"),
+        ("l", "search", "waiting"),
+    }
+    assert {group.size for group in waiting} == {"l"}
+    assert [line.split(":")[0] for line in said if not line.startswith("[")] == ["baseline s", "oelm s"]
+    with pytest.raises(ValueError, match="--size: 'm' is not one of the study's sizes: s, l"):
+        run_study(load_study(path), size="m")

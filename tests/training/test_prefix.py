@@ -171,4 +171,4 @@ def test_a_study_takes_every_shared_step_once_and_leaves_nothing_behind(corpus, 
         for seed in (0, 1):
             taken = {c.budget: steps_taken(c.folder) for c in cells if (c.group.arm, c.seed) == (arm, seed)}
             assert sum(taken.values()) == 95, taken
-    assert not [folder for folder in (tmp_path / "lengths" / ".prefixes").glob("*") if kept_steps(folder)]
+    assert not [folder for folder in (tmp_path / "lengths" / ".prefixes").rglob("*") if kept_steps(folder)]

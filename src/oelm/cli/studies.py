@@ -122,6 +122,7 @@ def plan(file: File, words: Words = None, scale: Scale = None, form: Format = "t
     epilog=examples(
         "oelm study run configs/quickstart.yaml",
         "oelm study run configs/quickstart.yaml --page",
+        "oelm study run configs/ladder.yaml --size 0.24M",
         "oelm study run configs/phase2-gpt.yaml --scale cpu --on ray --address head:6379",
     )
 )
@@ -133,6 +134,7 @@ def run(
     address: Annotated[
         str | None, typer.Option(help="address of the Ray cluster; default: the one this machine belongs to")
     ] = None,
+    size: Annotated[str | None, typer.Option(help="run this size of the study now and leave the others")] = None,
     trust: Trust = False,
     page: Page = False,
     port: Port = 0,
@@ -144,7 +146,7 @@ def run(
     config = load_study(file, joined(words), scale)
     written = config.folder / "report.html"
     with _page(config.folder, page, port):
-        problems = run_study(config, on=on, address=address, say=lambda text: print(text, flush=True))
+        problems = run_study(config, on=on, address=address, size=size, say=lambda text: print(text, flush=True))
         from ..report.html import write_report
         from ..report.text import verdict_lines
 

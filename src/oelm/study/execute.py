@@ -36,11 +36,17 @@ Tick = Callable[[], object]
 
 
 def run_study(
-    study: StudyConfig, *, on: str = "local", address: str | None = None, say: Say = print, tick: Tick = lambda: None
-) -> dict[Path, str]:
-    """Runs what is unfinished: the search for learning rates, then the comparison. Returns folder -> problem."""
+    study: StudyConfig, *, on: str = "local", address: str | None = None, size: str | None = None, say: Say = print,
+    tick: Tick = lambda: None,
+) -> dict[Path, str]:  # fmt: skip
+    """Runs what is unfinished: the search for learning rates, then the comparison. Returns folder -> problem.
+
+    `size`: of this size alone; the others wait.
+    """
     if on not in ("local", "ray"):
         raise ValueError(f"--on: unknown {on!r}; choose local or ray")
+    if size not in (None, *study.sizes):
+        raise ValueError(f"--size: {size!r} is not one of the study's sizes: {', '.join(study.sizes) or 'it has none'}")
     if on == "ray" or (study.folder / "study.json").exists():  # the cluster may have data that this machine has not
         begin(study)
 
@@ -51,15 +57,18 @@ def run_study(
             return run_on_ray(cells, study.execution, address, say=say, tick=tick)
         return run_local(cells, study.execution, say=say, tick=tick, ready=lambda: begin(study))
 
+    def wanted(cells: Sequence[Cell]) -> list[Cell]:
+        return [cell for cell in cells if size in (None, cell.group.size)]
+
     problems: dict[Path, str] = {}
     while True:  # a closing search asks for more runs when it has seen the last ones
         cells, seen = searched(study)
-        found = losses(seen)
+        cells, found = wanted(cells), losses(seen)
         if all(cell.config.id in found or cell.folder in problems for cell in cells):
             break
         problems |= run([cell for cell in cells if cell.folder not in problems])
     choices = choose(study, found)
-    for group in groups(study) if cells else []:
+    for group in [group for group in groups(study) if size in (None, group.size)] if cells else []:
         if choice := choices.get(group):
             edge = f", the {choice.edge} that may be tried" if choice.edge in ("lowest", "highest") else ""
             say(f"{group}: {choice}{edge}")
@@ -70,13 +79,13 @@ def run_study(
         if cell.group in chosen and diverged(seen[cell.config.id]):
             problems.pop(cell.folder, None)
     asked: list[Cell] = []
-    while len(cells := compared(study, chosen)[0]) > len(asked):  # looks ask for more seeds as long as it takes
+    while len(cells := wanted(compared(study, chosen)[0])) > len(asked):  # looks ask for more seeds as long as it takes
         asked = cells
         problems |= run([cell for cell in cells if cell.folder not in problems])
     if study.looks:
-        most = len(comparison_runs(study, chosen))
+        most = len(wanted(comparison_runs(study, chosen)))
         say(f"looks: {len(asked)} of {most} planned runs of the comparison were asked for")
-    problems |= run(check_runs(study, chosen))
+    problems |= run(wanted(check_runs(study, chosen)))
     drop_unneeded((cell.config, look(cell).status not in ("finished", "failed")) for cell in asked)
     return problems
 
@@ -164,11 +173,11 @@ class _Launcher:
 
     def _start(self) -> None:
         """Starts runs while there is room."""
-        while len(self.children) < self.slots and self._next_to_front():
+        while len(self.children) < self.slots and (cell := self._next()):
             gpus: Sequence[str] = ()
             if self.on_gpu and not (gpus := self._take_gpus()):
                 return
-            cell = self.queue.popleft()
+            self.queue.remove(cell)
             seen = look(cell)
             if is_claimed(cell.folder):
                 self.elsewhere.append(cell)
@@ -185,16 +194,15 @@ class _Launcher:
         system = cell.config.system.model_copy(update={"threads": self.threads})
         return cell.config.model_copy(update={"system": system})
 
-    def _next_to_front(self) -> bool:
-        """Turns the queue to a run whose first steps nobody else is taking; False while there is none."""
+    def _next(self) -> Cell | None:
+        """The first run in the queue whose first steps nobody else is taking; None while there is none."""
         now = time.monotonic()
         starting = {self._trunk(c.cell) for c in self.children if now - c.started < STARTING}  # have not claimed yet
-        for _ in range(len(self.queue)):
-            trunk = self._trunk(self.queue[0])
+        for cell in self.queue:
+            trunk = self._trunk(cell)
             if trunk is None or (trunk not in starting and not is_claimed(trunk)):
-                return True
-            self.queue.rotate(-1)
-        return False
+                return cell
+        return None
 
     def _trunk(self, cell: Cell) -> Path | None:
         """Where the first steps that the run shares are kept; asked often, so worked out once."""

@@ -339,14 +339,17 @@ def _search_of(study: StudyConfig, group: Group, losses: Losses) -> tuple[list[C
 
 
 def comparison_runs(study: StudyConfig, chosen: Mapping[Group, Point]) -> list[Cell]:
-    """The paired runs, seed by seed; with a search, of the groups that have their settings by now."""
+    """The paired runs, seed by seed, and all lengths of one training in a row, so that little is lost by a stop.
+
+    With a search, of the groups that have their settings by now.
+    """
     ready = [group for group in groups(study) if not study.searched or group in chosen]
     cells = [
         _cell(study, "compare", group, seed, chosen.get(group, ()), budget)
         for group in ready for seed in study.seeds_of(group.size) for budget in study.budgets_of(group.size)
     ]  # fmt: skip
     seeds = {group: study.seeds_of(group.size) for group in ready}
-    return sorted(cells, key=lambda cell: (seeds[cell.group].index(cell.seed), cell.budget or 0))
+    return sorted(cells, key=lambda cell: seeds[cell.group].index(cell.seed))
 
 
 def check_runs(study: StudyConfig, chosen: Mapping[Group, Point]) -> list[Cell]:
@@ -381,7 +384,7 @@ def _cell(
     if budget and stage == "compare":
         lengths = [length for length in study.budgets_of(group.size) if length]
         shared = {
-            "prefixes": str(study.folder / ".prefixes"),
+            "prefixes": str(study.folder / ".prefixes" / group.size),  # a launcher may run one size alone
             "prefix_steps": sorted({config.train.decay_start(length) for length in lengths}),
         }
         placed = placed.model_copy(update={"system": placed.system.model_copy(update=shared)})
