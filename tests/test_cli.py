@@ -212,6 +212,16 @@ def test_a_second_look_warns_about_its_own_comparisons(tmp_path):
     assert "oelm-random (2)" not in warning
 
 
+def test_across_studies_a_number_of_seeds_that_looks_decided_is_a_warning(tmp_path):
+    fake_study(tmp_path / "s", search=False)
+    fake_study(tmp_path / "looked", search=False, looks=[4, 6])
+    hint = "Looks at other comparisons decided how many seeds there are"
+    for ours, theirs in (("s", "looked"), ("looked", "s")):
+        assert hint in " ".join(run("report", str(tmp_path / ours), "--against", f"{tmp_path / theirs}:oelm").split())
+    fake_study(tmp_path / "other", search=False)
+    assert hint not in " ".join(run("report", str(tmp_path / "s"), "--against", f"{tmp_path / 'other'}:oelm").split())
+
+
 def test_the_studys_own_spelling_is_the_same_run(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("oelm.training.run.run_training", lambda config: seen.append(config))

@@ -155,6 +155,7 @@ class Analysis:
     other_benches: dict[str, str]  # name of a file -> why it is left out: it timed another shape than this study's
     probe: Probe | None
     samples: Samples | None
+    seeds_by_looks: bool = False  # how many seeds there are was decided by other comparisons than these
 
     @property
     def margin(self) -> float:
@@ -285,7 +286,8 @@ def _against_another(ours: Analysis, theirs: Analysis, arm: str) -> Analysis:
         raise ValueError(f"{theirs.study.name}: was made with other texts than {ours.study.name}")
     decide = ours.study.decide.model_copy(update={"reference": name})
     study = ours.study.model_copy(update={"arms": {**ours.study.arms, name: {}}, "decide": decide})
-    return replace(ours, study=study, settings=_decided(study, settings))
+    looked = bool(ours.study.looks or theirs.study.looks)
+    return replace(ours, study=study, settings=_decided(study, settings), seeds_by_looks=looked)
 
 
 def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured]) -> dict[Group, Point]:

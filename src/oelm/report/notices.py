@@ -25,6 +25,7 @@ def notices(analysis: Analysis) -> list[Notice]:
     warnings = [
         *_unfinished(analysis), *_left_out(analysis), *_too_few_seeds(analysis), *_different_data(analysis),
         *_savings(analysis, "impossible"), *_other_bench(analysis), *_threads(analysis), *_extended(analysis),
+        *_other_looks(analysis),
     ]  # fmt: skip
     notes = [
         *_spared(analysis),
@@ -37,6 +38,15 @@ def notices(analysis: Analysis) -> list[Notice]:
         *_redefined(analysis),
     ]
     return [Notice("warning", text) for text in warnings] + [Notice("note", text) for text in notes]
+
+
+def _other_looks(analysis: Analysis) -> list[str]:
+    if not analysis.seeds_by_looks:
+        return []
+    return [
+        "Looks at other comparisons decided how many seeds there are. These intervals take no account of that: "
+        "take their verdicts as hints."
+    ]
 
 
 def _unfinished(analysis: Analysis) -> list[str]:
