@@ -272,3 +272,17 @@ def test_of_two_seeds_the_band_is_the_seeds_themselves(tmp_path):
     (two, said), (six, unsaid) = heights(2), heights(6)
     assert (said, unsaid) == (True, False)
     assert two < 2 * six
+
+
+def test_a_size_that_has_not_begun_has_no_table_but_is_named(tmp_path):
+    folder = tmp_path / "s"
+    fake_study(folder, search=False, sizes={"small": {}, "large": {"model": {"d_model": 256}}})
+    for run in folder.glob("*-large-*"):
+        shutil.rmtree(run)
+    text = verdict_lines(analyse(folder))
+    assert "small\n" in text
+    assert "large\n" not in text
+    assert "Unfinished: 24 of 48 runs give no number: not begun: large." in text
+    for run in folder.glob("*-small-*"):
+        shutil.rmtree(run)
+    assert "large\n" in verdict_lines(analyse(folder))

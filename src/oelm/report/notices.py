@@ -53,9 +53,12 @@ def _unfinished(analysis: Analysis) -> list[str]:
     done = len(analysis.search) + len(analysis.compare) + len(analysis.checks) + len(analysis.diverged)
     if done >= analysis.planned:
         return []
-    lacking, searched = [], bool(analysis.study.searched)
+    lacking, later, searched = [], [], bool(analysis.study.searched)
     for setting in analysis.settings:
         seeds = setting.seeds
+        if analysis.compare and not any(arm.runs or arm.hopeless for arm in setting.arms):
+            later.append(setting.title)
+            continue
         for arm in setting.arms:
             where = _at(arm.name, setting.title)
             if arm.hopeless:
@@ -66,7 +69,8 @@ def _unfinished(analysis: Analysis) -> list[str]:
                 lacking.append(f"{where} ({len(arm.runs)} of {seeds} seeds)")
             elif searched and arm.search is None and setting.budget == analysis.study.search_budget(setting.size):
                 lacking.append(f"{where} (learning-rate search)")
-    return [f"Unfinished: {analysis.planned - done} of {analysis.planned} runs give no number: {_listed(lacking)}."]
+    said = ([_listed(lacking)] if lacking else []) + ([f"not begun: {_listed(later)}"] if later else [])
+    return [f"Unfinished: {analysis.planned - done} of {analysis.planned} runs give no number: {'; '.join(said)}."]
 
 
 def _left_out(analysis: Analysis) -> list[str]:

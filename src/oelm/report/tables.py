@@ -39,7 +39,9 @@ SAID = {
 
 
 def arm_tables(analysis: Analysis) -> list[Table]:
-    return [_arm_table(analysis, setting) for setting in analysis.settings]
+    """Of the settings that have begun; if none has, of all."""
+    begun = [setting for setting in analysis.settings if any(arm.runs for arm in setting.arms)]
+    return [_arm_table(analysis, setting) for setting in begun or analysis.settings]
 
 
 def _arm_table(analysis: Analysis, setting: Setting) -> Table:
