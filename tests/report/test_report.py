@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -14,7 +15,9 @@ from report.fake_study import fake_study
 from oelm.evidence.analysis import analyse
 from oelm.record import record_text
 from oelm.report.check import check_report
+from oelm.report.details import rule
 from oelm.report.html import find_browser, write_report
+from oelm.report.tables import arm_tables
 from oelm.report.text import verdict_lines
 
 
@@ -286,3 +289,16 @@ def test_a_size_that_has_not_begun_has_no_table_but_is_named(tmp_path):
     for run in folder.glob("*-small-*"):
         shutil.rmtree(run)
     assert "large\n" in verdict_lines(analyse(folder))
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [(None, "the lowest validation loss"), ("test", "the loss on the test split of the model with the lowest")],
+)
+def test_the_page_says_which_loss_is_compared(written, split, words):
+    found = analyse(written)
+    study = found.study.model_copy(update={"decide": found.study.decide.model_copy(update={"split": split})})
+    found = replace(found, study=study)
+    assert rule(found)[0].startswith(f"Compared: {words}")
+    loss = dict(arm_tables(found)[0].columns)["Loss"]
+    assert f"mean over seeds of {words}" in loss

@@ -24,7 +24,7 @@ from .elements import (
     ppl_text,
     seconds_text,
 )
-from .tables import arm_cell, effect, number_key
+from .tables import arm_cell, compared_loss, effect, number_key
 
 
 def published_table(analysis: Analysis) -> Table | None:
@@ -220,7 +220,7 @@ def rule(analysis: Analysis) -> list[str]:
     d, study = analysis.study.decide, analysis.study
     percent = f"{d.confidence:.0%}"
     if d.metric == "loss":
-        what = "the lowest validation loss of a run, in nats per token; differences of it are logarithms of PPL ratios"
+        what = f"{compared_loss(analysis)} of a run, in nats per token; differences of it are logarithms of PPL ratios"
         limit = f"a PPL ratio of {d.margin:g}, that is ln {d.margin:g} = {analysis.margin:.4f} nats"
     else:
         where = d.split or "validation"

@@ -44,6 +44,13 @@ def arm_tables(analysis: Analysis) -> list[Table]:
     return [_arm_table(analysis, setting) for setting in begun or analysis.settings]
 
 
+def compared_loss(analysis: Analysis) -> str:
+    """Of a run, in words: what is compared where the loss decides."""
+    if analysis.study.decide.split == "test":
+        return "the loss on the test split of the model with the lowest validation loss"
+    return "the lowest validation loss"
+
+
 def _arm_table(analysis: Analysis, setting: Setting) -> Table:
     loss = analysis.study.decide.metric == "loss"
     percent = f"{analysis.study.decide.confidence:.0%}"
@@ -53,7 +60,7 @@ def _arm_table(analysis: Analysis, setting: Setting) -> Table:
         if loss else ("Difference", f"to the reference at the same seeds, in points, with its {percent} t interval"),
         ("Verdict", "by the rule at the end of this page; below, the interval that decides where the correction makes "
          "it wider, and p(margin), corrected: could the true cost be exactly the margin?"),
-        ("Loss", f"mean over seeds of the lowest validation loss, in nats, with its {percent} t interval")
+        ("Loss", f"mean over seeds of {compared_loss(analysis)}, in nats, with its {percent} t interval")
         if loss else ("Accuracy", f"mean over seeds; its {percent} Wilson interval is the examples' sampling error"),
         ("PPL", "exp of the mean loss; bits per byte of text below") if loss else ("Loss", "mean validation loss"),
         ("Trained", "parameters that take a gradient; mean over the steps where a schedule changes them"),
