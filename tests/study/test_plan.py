@@ -105,6 +105,20 @@ def test_a_closing_search_plans_its_first_runs_and_more_once_these_are_measured(
     assert {g.arm: str(choice) for g, choice in choose(study, losses).items()} == {"oelm": "lr 0.008"}
 
 
+def test_the_length_to_search_at_may_depend_on_the_size(load):
+    axes = {"sizes": {"s": {}, "l": {"model": {"n_layer": 3}}}, "budgets": {"s": [100, 200, 400], "l": [100, 200]}}
+    search = {"over": {"train.lr": {"start": 0.004}}, "seeds": [7, 8]}
+    study = load(lr=None, search={**search, "budget": {"s": 200}}, **axes)
+    assert {(c.group.size, c.budget) for c in search_runs(study)} == {("s", 200), ("l", 100)}
+    for budget, message in (
+        (400, "search.budget: 400 is not one of the budgets of l"),
+        ({"s": 300}, "search.budget: 300 is not one of the budgets of s"),
+        ({"m": 100}, "search.budget: 'm' is not one of the sizes s, l"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(lr=None, search={**search, "budget": budget}, **axes)
+
+
 def test_the_document_of_the_study_file_says_what_the_code_says(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "study.md").read_text()
     documented = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE)

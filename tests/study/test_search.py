@@ -75,6 +75,13 @@ def test_near_ties_go_to_the_lower_rate_whose_neighbours_are_then_tried():
     assert (1e-3,) in tried
 
 
+def test_a_tie_at_the_end_of_what_was_tried_is_not_closed():
+    losses = {2e-3: 3.1, 4e-3: 3.004, 8e-3: 3.0, 1.6e-2: 2.9, 3.2e-2: 3.2}
+    choice, tried = walk(closing(tie=0.005), lambda lr: [losses[lr], losses[lr]])
+    assert choice.best == (1.6e-2,)  # the lower of the two that tied would have hidden it
+    assert (3.2e-2,) in tried
+
+
 def test_several_keys_are_searched_together():
     search = Closing(over={"train.lr": Axis(start=4e-3), "model.init_std": Axis(start=0.02, factor=1.5)}, tie=0.0)
 

@@ -158,12 +158,16 @@ class StudyConfig(Section):
         sizes = {arm: len(self.lr.of(arm)) for arm in self.arms} if self.lr else {}
         if len(set(sizes.values())) > 1 or 0 in sizes.values():
             raise ValueError(f"lr.grid: every arm needs a grid of the same size, got {sizes}")
+        by_size = self.search.budget if self.search and isinstance(self.search.budget, dict) else {}
+        if odd := sorted(set(by_size) - set(self.sizes)):
+            raise ValueError(f"search.budget: {odd[0]!r} is not one of the sizes {', '.join(self.sizes)}")
         for size in self.sizes or [""]:
             if both := set(self.search_seeds) & set(self.seeds_of(size)):
                 where = "lr" if self.lr else "search"
                 raise ValueError(f"{where}.seeds: {min(both)} is a seed of the comparison too; search with other seeds")
-            if self.search and self.search.budget and self.search.budget not in self.budgets_of(size):
-                raise ValueError(f"search.budget: {self.search.budget} is not one of the budgets of every size")
+            if self.search_budget(size) not in self.budgets_of(size):
+                at = f" of {size}" if size else ""
+                raise ValueError(f"search.budget: {self.search_budget(size)} is not one of the budgets{at}")
 
     @property
     def searched(self) -> tuple[str, ...]:
@@ -194,7 +198,9 @@ class StudyConfig(Section):
         return [*sorted(given)] or [None]
 
     def search_budget(self, size: str) -> int | None:
-        return self.search.budget if self.search and self.search.budget else self.budgets_of(size)[0]
+        given = self.search.budget if self.search else None
+        chosen = given.get(size) if isinstance(given, dict) else given
+        return self.budgets_of(size)[0] if chosen is None else chosen
 
     @property
     def folder(self) -> Path:

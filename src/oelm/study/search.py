@@ -2,8 +2,8 @@
 
 A closing search walks a lattice: `start` times powers of `factor`, for each key. It measures the start and its
 neighbours, moves to the best point, measures that one's neighbours, and so on. It ends when all neighbours of the best
-point have been tried, or lie beyond a stated bound, or failed. The rule is the same for every arm. Pure: what was
-measured comes in as an argument.
+point have been tried, or lie beyond a stated bound, or failed; where a tie goes to a lower value, those of both. The
+rule is the same for every arm. Pure: what was measured comes in as an argument.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Closing(Section):
 
     over: dict[str, Axis] = Field(min_length=1)  # key of a run, e.g. train.lr -> start, factor, low, high
     seeds: list[int] = Field([1000, 1001], min_length=2)  # seeds of the search; must not be the comparison's
-    budget: int | None = Field(None, ge=1)  # which of the budgets to search at; default: the shortest
+    budget: int | dict[str, int] | None = None  # which budget to search at, or size -> budget; default: the shortest
     tie: float = Field(0.005, ge=0)  # of points within this many nats of the best, the lowest value is taken
     astray: float = Field(0.1, gt=0)  # drop a point if its seeds differ by more than this many nats
 
@@ -125,10 +125,10 @@ def explore(search: Closing, results: Results) -> tuple[list[Point], Choice | No
     while all(at(steps) in results for steps in wanted):
         sound, out = _judged({steps: results[at(steps)] for steps in wanted}, search.astray)
         if sound:
-            best = min(sound, key=lambda steps: statistics.fmean(sound[steps]))
-            limit = statistics.fmean(sound[best]) + search.tie
+            lowest_loss = min(sound, key=lambda steps: statistics.fmean(sound[steps]))
+            limit = statistics.fmean(sound[lowest_loss]) + search.tie
             best = min(steps for steps in sound if statistics.fmean(sound[steps]) <= limit)
-            more = [steps for steps in around(best) if steps not in wanted]
+            more = [steps for point in (lowest_loss, best) for steps in around(point) if steps not in wanted]
         else:  # too fast everywhere: the first key goes down until something holds
             lowest = min(wanted)
             more = [s for s in around(lowest) if s < lowest and s not in wanted]
