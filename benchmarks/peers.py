@@ -249,8 +249,9 @@ def main() -> None:
     for name in names:
         if importlib.util.find_spec(PEERS[name][1].replace("-", "_")) is None:
             parser.error(f"{name} is not installed; see the head of this file, or say --without {name}")
+    minutes = 0.1 if options.rehearse else options.minutes
     shapes = TINY if options.rehearse else {name: SHAPES[name] for name in options.shapes}
-    results = {name: measure(names, shape, options.until, options.minutes) for name, shape in shapes.items()}
+    results = {name: measure(names, shape, options.until, minutes) for name, shape in shapes.items()}
     versions = {package: importlib.metadata.version(package) for package in {PEERS[name][1] for name in names}}
     print(table(results))
     if options.rehearse:
