@@ -80,6 +80,8 @@ def test_a_tie_at_the_end_of_what_was_tried_is_not_closed():
     choice, tried = walk(closing(tie=0.005), lambda lr: [losses[lr], losses[lr]])
     assert choice.best == (1.6e-2,)  # the lower of the two that tied would have hidden it
     assert (3.2e-2,) in tried
+    choice, _ = walk(closing(tie=0.005, high=8e-3), lambda lr: [losses[lr], losses[lr]])
+    assert (choice.best, choice.edge) == ((4e-3,), "highest")  # the best one lies at the bound, and that is said
 
 
 def test_several_keys_are_searched_together():

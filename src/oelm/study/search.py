@@ -136,7 +136,7 @@ def explore(search: Closing, results: Results) -> tuple[list[Point], Choice | No
             if not sound:
                 return [at(steps) for steps in wanted], None
             choice = Choice(
-                tuple(search.over), at(best), _edge(axes, best),
+                tuple(search.over), at(best), _edge(axes, best) or _edge(axes, lowest_loss),
                 {at(steps): sound[steps] for steps in sorted(sound)}, {at(steps): out[steps] for steps in sorted(out)},
             )  # fmt: skip
             return [at(steps) for steps in wanted], choice
@@ -161,7 +161,7 @@ def _judged(
 
 
 def _edge(axes: Sequence[Axis], steps: Steps) -> Edge | None:
-    """Which bound the best point lies at, if it does: what is beyond was never tried."""
+    """Which bound a point lies at, if it does: what is beyond was never tried."""
     for axis, step in zip(axes, steps, strict=True):
         if not axis.allows(step + 1):
             return "highest"
