@@ -185,7 +185,8 @@ def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, w
     (row,) = analyse(tmp_path / "s").savings()
     assert (row.standing, row.saving) == (standing, pytest.approx(1 - ratio))
     for each in ("warning", "note"):
-        assert ("above the ceiling of 4.80%" in said(tmp_path / "s", each)) == (each == weight)
+        flagged = f"above the ceiling, which the arithmetic does not allow: oelm ({1 - ratio:.2%}, ceiling 4.80%)."
+        assert (flagged in said(tmp_path / "s", each)) == (each == weight)
 
 
 @pytest.mark.parametrize(("most", "standing"), [(None, "impossible"), (0.2, "impossible"), (0.7, "possible")])
@@ -225,6 +226,22 @@ def test_step_times_of_separate_runs_are_never_called_impossible(tmp_path):
     row = next(r for r in analyse(tmp_path / "s").savings() if r.arm == "oelm")
     assert row.saving == pytest.approx(0.51, abs=0.02)
     assert "no fair comparison of step times" in said(tmp_path / "s", "note")
+
+
+def test_a_step_is_timed_over_all_lengths_of_a_size_and_flagged_once(tmp_path):
+    arms = {"baseline": 0.0, "oelm": 0.05, "oelm-q": 0.01}
+    fake_study(tmp_path / "s", seeds=2, search=False, cost=arms, step_seconds={"oelm": 0.01, "oelm-q": 0.01},
+               sizes={"small": {}, "large": {"model": {"d_model": 256}}}, budgets=[50, 100, 200])  # fmt: skip
+    analysis = analyse(tmp_path / "s")
+    rows = analysis.savings()
+    assert [(row.arm, row.where) for row in rows] == [
+        (arm, size) for size in ("small", "large") for arm in ("oelm", "oelm-q")
+    ]
+    steps = {run.id: run.step_seconds for _, run in analysis.compare}
+    assert all(len(row.runs) == 2 * 2 * 3 for row in rows)  # seeds, sides, lengths
+    assert rows[0].seconds == pytest.approx(sum(sorted(steps[run] for run in rows[0].runs[:6])[2:4]) / 2)
+    assert said(tmp_path / "s", "note").count("above the ceiling") == 1
+    assert [setting.title for setting in analysis.longest()] == ["small · 200 steps", "large · 200 steps"]
 
 
 ACCURACY = {"metric": "accuracy", "margin_points": 0.5}

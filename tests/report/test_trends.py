@@ -37,6 +37,18 @@ def test_the_page_has_the_law_the_test_of_it_the_prediction_and_the_published_va
     assert re.findall(r'data-figure="(trend[^"]*)"', text) == ["trend..tokens", "trend..parameters", "trend..compute"]
 
 
+def test_the_figures_of_the_longest_training_are_open_and_the_shorter_ones_folded(written):
+    text = (written.parent / "r.html").read_text()
+    folded = "".join(re.findall(r"<details>.*?</details>", text, re.DOTALL))
+    inside, outside = (re.findall(r'data-figure="(?!trend)([^"]*)"', part) for part in (folded, text))
+    assert {key.split(" · ")[-1] for key in inside} == {"50 steps", "100 steps"}
+    is_open = [key for key in outside if key not in inside]
+    assert is_open[:6] == [f"{kind}.{size}{steps}" for kind, steps in (("forest", " · 200 steps"), ("savings", ""))
+                           for size in SIZES]  # fmt: skip
+    assert {f"curves.{size} · {steps} steps" for size in SIZES for steps in (50, 100, 200)} <= set(outside)
+    assert {key.split(" · ")[-1] for key in is_open[6:]} == {"200 steps"}
+
+
 def test_every_number_of_it_is_checked(written, tmp_path):
     page = tmp_path / "page.html"
     text = (written.parent / "r.html").read_text()

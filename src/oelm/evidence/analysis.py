@@ -91,8 +91,7 @@ class Arm:
 
     @property
     def step_seconds(self) -> float | None:
-        times = [run.step_seconds for run in self.runs if run.step_seconds is not None]
-        return statistics.median(times) if times else None
+        return _median_step(self.runs)
 
     @property
     def peak_memory(self) -> float | None:
@@ -124,7 +123,7 @@ class Saving:
     """Step time saved against the baseline, and the most that the freeze's arithmetic allows."""
 
     arm: str
-    where: str  # the setting's title; "" for bench.json
+    where: str  # corpus and size
     saving: float  # share; negative: slower
     interval: tuple[float, float] | None  # None: timed in separate processes, where it would mean nothing
     ceiling: float
@@ -185,15 +184,17 @@ class Analysis:
                 for size, bench in self.benches.items() for name, arm in bench.arms.items() if name != bench.reference
             ]  # fmt: skip
         rows = []
-        for setting in self.settings:
-            base = self.baseline(setting)
-            for arm in setting.arms:
-                if arm is not base and base.step_seconds and arm.step_seconds:
-                    share = 1 - arm.step_seconds / base.step_seconds
-                    ids = (*arm.ids, *base.ids)
+        for lengths in self.by_length():  # a step takes no longer in a longer training
+            runs = {name: [run for setting in lengths for arm in setting.arms if arm.name == name for run in arm.runs]
+                    for name in self.study.arms}  # fmt: skip
+            base = runs.pop(self.study.decide.reference)
+            usual = _median_step(base)
+            for name, own in runs.items():
+                if usual and (seconds := _median_step(own)):
                     # The record's ceiling is against the unfrozen model; this study's baseline may be frozen itself.
-                    ceiling = 1 - (1 - arm.runs[0].ceiling) / (1 - base.runs[0].ceiling)
-                    rows.append(Saving(arm.name, setting.title, share, None, ceiling, arm.step_seconds, ids))
+                    ceiling = 1 - (1 - own[0].ceiling) / (1 - base[0].ceiling)
+                    where, ids = replace(lengths[0], budget=None).title, tuple(run.id for run in (*own, *base))
+                    rows.append(Saving(name, where, 1 - seconds / usual, None, ceiling, seconds, ids))
         return rows
 
     def timed(self, size: str, arm: str) -> BenchArm | None:
@@ -201,8 +202,25 @@ class Analysis:
         bench = self.benches.get(size)
         return bench.arms.get(arm) if bench and bench.reference == self.study.decide.reference else None
 
+    def by_length(self) -> list[list[Setting]]:
+        """Settings that differ in nothing but the length of training, the shortest first."""
+        found: dict[tuple[str, str], list[Setting]] = {}
+        for setting in self.settings:
+            found.setdefault((setting.corpus, setting.size), []).append(setting)
+        return list(found.values())
+
+    def longest(self) -> list[Setting]:
+        """Of each corpus and size the longest training that has runs by now."""
+        return [next((s for s in reversed(lengths) if any(arm.runs for arm in s.arms)), lengths[0])
+                for lengths in self.by_length()]  # fmt: skip
+
     def comparisons(self) -> list[tuple[Setting, Arm, Comparison]]:
         return [(s, arm, arm.comparison) for s in self.settings for arm in s.arms if arm.comparison]
+
+
+def _median_step(runs: Iterable[Measured]) -> float | None:
+    times = [run.step_seconds for run in runs if run.step_seconds is not None]
+    return statistics.median(times) if times else None
 
 
 def analyse(folder: Path, against: str | None = None) -> Analysis:

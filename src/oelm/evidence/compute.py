@@ -114,8 +114,7 @@ def _arms_by_budget(analysis: Analysis) -> Iterator[list[Pair]]:
     """Each arm at each size, with its reference, at the budgets at which the two were compared: two at least."""
     if analysis.study.decide.metric != "loss":
         return
-    for place in dict.fromkeys((setting.corpus, setting.size) for setting in analysis.settings):
-        settings = [setting for setting in analysis.settings if (setting.corpus, setting.size) == place]
+    for settings in analysis.by_length():
         for name in (name for name in analysis.study.arms if name != analysis.study.decide.reference):
             pairs = [
                 (setting, arm, analysis.baseline(setting))

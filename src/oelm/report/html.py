@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, Template
@@ -25,6 +25,7 @@ from .trends import trend_figures
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 LISTED = 12  # run ids in a tooltip
+TRAINING = ("curves", "differences", "clock", "rates", "attention")  # figures of one setting
 
 
 def write_report(
@@ -80,14 +81,23 @@ def _section(analysis: Analysis, report: Content, prefix: str) -> str:
     """One study; `prefix` parts its keys from those of other studies on the page."""
     drawn = [_drawn(figure) for figure in (*figures(analysis), *trend_figures(analysis, report.laws, report.needed))]
     legend = [(i % PALETTE, _dasharray(i), arm) for i, arm in enumerate(analysis.study.arms)]
-    by_setting = {
-        setting.title: [entry for entry in drawn if _belongs(entry[0], setting.title)] for setting in analysis.settings
-    }
-    overall = [entry for entry in drawn if entry[0].key.startswith(("forest.", "savings."))]
-    trends = [entry for entry in drawn if entry[0].key.startswith("trend.")]
+
+    def of(kinds: Collection[str], place: str | None = None) -> list[tuple[Figure, Markup, str]]:
+        found = []
+        for entry in drawn:
+            kind, where = entry[0].key.split(".", 1)
+            if kind in kinds and place in (None, where):
+                found.append(entry)
+        return found
+
+    # A shorter training is the beginning of a longer one, but for its decay: its figures are folded away.
+    longest = [setting.title for setting in analysis.longest()]
+    shorter = [setting.title for setting in analysis.settings if setting.title not in longest]
+    overall = [entry for title in longest for entry in of(["forest"], title)] + of(["savings"])
     return _template("study.html").render(
-        prefix=prefix, report=report, legend=legend, overall=overall, trends=trends, by_setting=by_setting,
-        palette=PALETTE,
+        prefix=prefix, report=report, legend=legend, overall=overall, trends=of(["trend"]),
+        by_setting={title: of(TRAINING, title) for title in longest},
+        shorter={title: of(("forest", *TRAINING), title) for title in shorter}, palette=PALETTE,
     )  # fmt: skip
 
 
@@ -138,11 +148,6 @@ def _print(html: Path, pdf: Path) -> None:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(f"{pdf}: {Path(browser).name} did not print the page ({reason})")
         shutil.copyfile(target, pdf)
-
-
-def _belongs(figure: Figure, title: str) -> bool:
-    kind, _, place = figure.key.partition(".")
-    return kind in ("curves", "differences", "clock", "rates", "attention") and place == title
 
 
 def _numeric(rows: tuple[tuple[Cell, ...], ...]) -> list[bool]:

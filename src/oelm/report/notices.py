@@ -115,20 +115,18 @@ def _different_data(analysis: Analysis) -> list[str]:
 
 def _savings(analysis: Analysis, standing: str) -> list[str]:
     """Savings above what the freeze's arithmetic allows: a measurement error, surely or perhaps."""
-    texts = []
+    found: dict[str, list[str]] = {}
     for row in analysis.savings():
         if row.standing != standing:
             continue
         how = (
             "Something other than freezing must differ" if standing == "impossible"
-            else "Its interval reaches below the ceiling, so this may be noise" if row.interval
+            else "The intervals reach below the ceiling, so this may be noise" if row.interval
             else "Separate runs are no fair comparison of step times; oelm bench step makes one"
         )  # fmt: skip
-        texts.append(
-            f"{_at(row.arm, row.where)}: a step-time saving of {row.saving:.2%} is above the ceiling of "
-            f"{row.ceiling:.2%} that the arithmetic allows. {how}."
-        )
-    return texts
+        found.setdefault(how, []).append(f"{_at(row.arm, row.where)} ({row.saving:.2%}, ceiling {row.ceiling:.2%})")
+    what = "Step-time savings above the ceiling, which the arithmetic does not allow"
+    return [f"{what}: {_listed(rows)}. {how}." for how, rows in found.items()]
 
 
 def _other_bench(analysis: Analysis) -> list[str]:

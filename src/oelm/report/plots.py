@@ -56,7 +56,10 @@ def figures(analysis: Analysis) -> list[Figure]:
     made += [_savings(analysis, where) for where in dict.fromkeys(row.where for row in analysis.savings())]
     for setting in analysis.settings:
         made += [_curves(analysis, setting), _differences(analysis, setting), _clock(analysis, setting)]
-        made += [_rates(analysis, setting), _attention(analysis, setting)]
+        made += [_attention(analysis, setting)]
+    # Rates were searched at one length, and stand with the longest.
+    for lengths, last in zip(analysis.by_length(), analysis.longest(), strict=True):
+        made += [_rates(analysis, setting, last.title) for setting in lengths]
     return [figure for figure in made if figure]
 
 
@@ -190,7 +193,7 @@ def _clock(analysis: Analysis, setting: Setting) -> Figure | None:
     for arm in setting.arms:
         evals = [{step: (seconds, loss) for step, loss, seconds in run.evals} for run in arm.runs]
         steps = sorted(set.intersection(*map(set, evals))) if evals else []
-        if steps:
+        if len(steps) > 1:
             found = np.array([[seen[step] for step in steps] for seen in evals])  # seeds x evaluations x (time, loss)
             lines.append((arm, np.median(found[..., 0], axis=0), found[..., 1].mean(axis=0)))
     if not lines:
@@ -214,7 +217,7 @@ def _clock(analysis: Analysis, setting: Setting) -> Figure | None:
     return draw_figure(f"clock.{setting.title}", "Loss against time", caption, data, draw)
 
 
-def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
+def _rates(analysis: Analysis, setting: Setting, place: str) -> Figure | None:
     arms = [(arm, arm.search) for arm in setting.arms if arm.search]
     if not arms or analysis.study.searched[0] != "train.lr":
         return None
@@ -244,8 +247,9 @@ def _rates(analysis: Analysis, setting: Setting) -> Figure | None:
         if analysis.study.search
         else "Each arm's own grid, of the same size for all"
     )
-    caption = f"{how}. Ring: the rate that each arm was compared at."
-    return draw_figure(f"rates.{setting.title}", "Cost against rate", caption, data, draw)
+    after = f" after {setting.budget:,} steps" if setting.budget else ""
+    caption = f"{how}{after}. Ring: the rate that each arm was compared at."
+    return draw_figure(f"rates.{place}", "Cost against rate", caption, data, draw)
 
 
 def _attention(analysis: Analysis, setting: Setting) -> Figure | None:
