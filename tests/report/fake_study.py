@@ -7,7 +7,7 @@ from zlib import crc32
 import numpy as np
 
 from oelm.record import Run, write_predictions
-from oelm.study.plan import StudyConfig, choose, comparison_runs, search_runs
+from oelm.study.plan import StudyConfig, check_runs, choose, comparison_runs, search_runs
 from oelm.study.watch import study_text
 
 COST = {"baseline": 0.0, "oelm": 0.012, "oelm-random": 0.094, "oelm-q": 0.034}  # true difference in nats
@@ -34,7 +34,7 @@ def fake_study(
     (folder / "study.json").write_text(study_text(study))
     results = {cell.config.id: write_run(cell, noise, cost, step_seconds, examples) for cell in search_runs(study)}
     rates = {group: choice.best for group, choice in choose(study, results).items()}
-    for cell in comparison_runs(study, rates):
+    for cell in [*comparison_runs(study, rates), *check_runs(study, rates)]:
         write_run(cell, noise, cost, step_seconds, examples)
     return study
 

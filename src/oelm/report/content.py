@@ -10,7 +10,17 @@ from ..evidence.compute import Needed, by_budgets
 from ..evidence.scaling import Scaling, scaling
 from .answers import answers_table
 from .design import design_table
-from .details import claims_table, difference_table, environments, facts, published_table, rate_table, rule, run_table
+from .details import (
+    check_table,
+    claims_table,
+    difference_table,
+    environments,
+    facts,
+    published_table,
+    rate_table,
+    rule,
+    run_table,
+)
 from .elements import Number, Piece, Table, plain
 from .heads import heads_table
 from .notices import Notice, notices
@@ -75,6 +85,7 @@ def content(analysis: Analysis) -> Content:
         *scaling_tables(analysis, laws),
         compute_table(analysis, needed),
         equal_time_table(analysis),
+        check_table(analysis),
         answers_table(analysis),
         timing_table(analysis),
         baseline_time_table(analysis),

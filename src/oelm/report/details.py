@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 
 from ..evidence.analysis import ENOUGH, Analysis, Arm, Comparison, Setting
+from ..evidence.checked import checked
 from ..evidence.records import Measured
 from ..evidence.start import reference_start
 from ..study.plan import Cell as Planned
@@ -24,7 +25,7 @@ from .elements import (
     ppl_text,
     seconds_text,
 )
-from .tables import arm_cell, compared_loss, effect, number_key
+from .tables import arm_cell, compared_loss, effect, number_key, shown
 
 
 def published_table(analysis: Analysis) -> Table | None:
@@ -179,6 +180,36 @@ def rate_table(analysis: Analysis) -> Table | None:
     return Table("rates", "Search for the learning rate", columns, tuple(rows)) if rows else None
 
 
+def check_table(analysis: Analysis) -> Table | None:
+    """Whether the chosen rates still fit where training is longest."""
+    rows, form = [], ".3f" if analysis.study.decide.metric == "loss" else "+.2f"
+    for row in checked(analysis):
+        key, ids = f"{number_key(row.setting, row.arm)}.checked", (row.chosen.id, row.other.id)
+
+        def number(name: str, value: float, form: str, key: str = key, ids: tuple[str, ...] = ids) -> Number:
+            return Number(f"{key}.{name}", value, format(value, form), ids)
+
+        cost = EMPTY
+        if row.cost is not None and row.best_cost is not None:
+            cost = Cell((number("best", shown(analysis, row.best_cost), form),),
+                        ("at the rates chosen ", number("cost", shown(analysis, row.cost), form)))  # fmt: skip
+        rows.append((
+            arm_cell(analysis, row.arm.name, row.setting.title),
+            Cell((number("chosen", row.chosen.best["loss"], ".4f"),), ("lr ", number("lr", row.chosen.lr, "g"))),
+            Cell((number("other", row.other.best["loss"], ".4f"),), ("lr ", number("other.lr", row.other.lr, "g"))),
+            Cell((number("difference", row.difference, "+.4f"),)),
+            cost,
+        ))  # fmt: skip
+    columns = (
+        ("Arm", ""), ("Rate chosen", "validation loss at the rate that the arm was compared at, nats"),
+        ("Another", "the same at the rate that was tried once more"),
+        ("Difference", "another − chosen; negative: the search's choice is not the best here"),
+        ("Cost at the better", "against the reference, each side at the better of its two rates, by validation"),
+    )  # fmt: skip
+    note = "One seed, at the longest training of each size: a check of the rates, no verdict."
+    return Table("checked", "At another rate", columns, tuple(rows), note) if rows else None
+
+
 def run_table(analysis: Analysis) -> Table:
     """Every run that gave a number: what all the others are made of."""
     columns = (
@@ -187,7 +218,9 @@ def run_table(analysis: Analysis) -> Table:
         ("PPL", "") if analysis.study.decide.metric == "loss" else ("Accuracy", "on the split that decides"),
         ("Step", "median time"), ("Memory", "peak"),
     )  # fmt: skip
-    ordered = sorted((*analysis.compare, *analysis.search), key=lambda pair: (pair[0].stage, pair[0].group[1:]))
+    ordered = sorted(
+        (*analysis.compare, *analysis.search, *analysis.checks), key=lambda pair: (pair[0].stage, pair[0].group[1:])
+    )
     return Table("runs", "Runs", columns, tuple(_run_row(analysis, cell, run) for cell, run in ordered))
 
 

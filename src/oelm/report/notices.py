@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..evidence.analysis import Analysis
+from ..evidence.checked import CLEAR, checked
 from ..stats import smallest_p
 
 SHOWN = 8  # names listed in a notice before "and n more"
@@ -25,7 +26,7 @@ def notices(analysis: Analysis) -> list[Notice]:
     warnings = [
         *_unfinished(analysis), *_left_out(analysis), *_too_few_seeds(analysis), *_different_data(analysis),
         *_savings(analysis, "impossible"), *_other_bench(analysis), *_threads(analysis), *_extended(analysis),
-        *_other_looks(analysis),
+        *_other_looks(analysis), *_other_rates(analysis),
     ]  # fmt: skip
     notes = [
         *_spared(analysis),
@@ -47,6 +48,16 @@ def _other_looks(analysis: Analysis) -> list[str]:
         "Looks at other comparisons decided how many seeds there are. These intervals take no account of that: "
         "take their verdicts as hints."
     ]
+
+
+def _other_rates(analysis: Analysis) -> list[str]:
+    found = [
+        f"{_at(row.arm.name, row.setting.title)} (lr {row.other.lr:g} instead of {row.chosen.lr:g}, by "
+        f"{-row.difference:.3f} nats)"
+        for row in checked(analysis) if row.difference < -CLEAR
+    ]  # fmt: skip
+    what = "At another rate one seed does better than at the rate chosen"
+    return [f"{what}: {_listed(found)}. Part of the cost there is the rate's; see “At another rate”."] if found else []
 
 
 def _unfinished(analysis: Analysis) -> list[str]:
