@@ -14,6 +14,7 @@ from report.fake_study import COST, fake_study
 from oelm import stats
 from oelm.config import load_config
 from oelm.evidence.analysis import Arm, Setting, _decided, analyse
+from oelm.evidence.savings import savings
 from oelm.evidence.start import start_of
 from oelm.integrity import content_id
 from oelm.record import record_text
@@ -182,7 +183,7 @@ def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, w
             "oelm": {"median_step": 0.02 * ratio, "ratio": ratio, "interval": [ratio - 0.01, ratio + 0.01],
                      "ceiling": 0.048}}  # fmt: skip
     (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms, "shape": SHAPE}))
-    (row,) = analyse(tmp_path / "s").savings()
+    (row,) = savings(analyse(tmp_path / "s"))
     assert (row.standing, row.saving) == (standing, pytest.approx(1 - ratio))
     for each in ("warning", "note"):
         flagged = f"above the ceiling, which the arithmetic does not allow: oelm ({1 - ratio:.2%}, ceiling 4.80%)."
@@ -196,7 +197,7 @@ def test_where_a_gpu_waits_for_the_host_more_than_the_ceiling_can_be_saved(tmp_p
             "oelm": {"median_step": 0.01, "ratio": 0.5, "interval": [0.49, 0.51], "ceiling": 0.048,
                      "most_saved": most}}  # fmt: skip
     (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms, "shape": SHAPE}))
-    assert analyse(tmp_path / "s").savings()[0].standing == standing
+    assert savings(analyse(tmp_path / "s"))[0].standing == standing
 
 
 def test_a_seed_that_went_astray_is_named(tmp_path):
@@ -223,7 +224,7 @@ def test_a_seed_that_went_astray_is_named(tmp_path):
 def test_step_times_of_separate_runs_are_never_called_impossible(tmp_path):
     """Without bench.json there is no interval: a large saving is the machine's."""
     fake_study(tmp_path / "s", step_seconds={"oelm": 0.01})
-    row = next(r for r in analyse(tmp_path / "s").savings() if r.arm == "oelm")
+    row = next(r for r in savings(analyse(tmp_path / "s")) if r.arm == "oelm")
     assert row.saving == pytest.approx(0.51, abs=0.02)
     assert "no fair comparison of step times" in said(tmp_path / "s", "note")
 
@@ -233,7 +234,7 @@ def test_a_step_is_timed_over_all_lengths_of_a_size_and_flagged_once(tmp_path):
     fake_study(tmp_path / "s", seeds=2, search=False, cost=arms, step_seconds={"oelm": 0.01, "oelm-q": 0.01},
                sizes={"small": {}, "large": {"model": {"d_model": 256}}}, budgets=[50, 100, 200])  # fmt: skip
     analysis = analyse(tmp_path / "s")
-    rows = analysis.savings()
+    rows = savings(analysis)
     assert [(row.arm, row.where) for row in rows] == [
         (arm, size) for size in ("small", "large") for arm in ("oelm", "oelm-q")
     ]
@@ -370,7 +371,7 @@ def test_claims_to_be_better_are_corrected_among_themselves():
 def test_the_ceiling_is_against_the_studys_own_baseline(tmp_path):
     """Two arms that freeze the same cannot save anything of each other's time."""
     fake_study(tmp_path / "s", seeds=2, search=False, decide={"baseline": "oelm"})
-    rows = {row.arm: row for row in analyse(tmp_path / "s").savings()}
+    rows = {row.arm: row for row in savings(analyse(tmp_path / "s"))}
     assert rows["oelm-random"].ceiling == pytest.approx(0)
     assert rows["baseline"].ceiling < 0  # it computes more
 

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from .. import stats
 from ..study.looks import Place, Reading, paired_values, seeds_asked
@@ -91,7 +90,7 @@ class Arm:
 
     @property
     def step_seconds(self) -> float | None:
-        return _median_step(self.runs)
+        return median_step(self.runs)
 
     @property
     def peak_memory(self) -> float | None:
@@ -116,27 +115,6 @@ class Setting:
     def title(self) -> str:
         steps = f"{self.budget:,} steps" if self.budget else ""
         return " · ".join(part for part in (self.corpus, self.size, steps) if part)
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Step time saved against the baseline, and the most that the freeze's arithmetic allows."""
-
-    arm: str
-    where: str  # corpus and size
-    saving: float  # share; negative: slower
-    interval: tuple[float, float] | None  # None: timed in separate processes, where it would mean nothing
-    ceiling: float
-    seconds: float
-    runs: tuple[str, ...]  # empty: from bench.json
-    most: float | None = None  # that can be saved where a GPU also waits for the host; None: the ceiling
-
-    @property
-    def standing(self) -> Literal["possible", "noise", "impossible"]:
-        most = self.ceiling if self.most is None else self.most
-        if self.saving <= most:
-            return "possible"
-        return "impossible" if self.interval and self.interval[0] > most else "noise"
 
 
 @dataclass(frozen=True)
@@ -171,32 +149,6 @@ class Analysis:
         found = {run.id: run for run in self.probe.runs} if self.probe else {}
         return [found[run.id] for run in arm.runs if run.id in found]
 
-    def savings(self) -> list[Saving]:
-        """From bench.json, timed in turns; without one from the runs' own clocks, which are no fair comparison."""
-        if self.benches:
-            several = len(self.study.sizes) > 1
-            return [
-                Saving(
-                    name, size if several else "", 1 - arm.ratio,
-                    (1 - arm.interval[1], 1 - arm.interval[0]) if arm.interval else None,
-                    arm.ceiling, arm.median_step, (), arm.most_saved,
-                )
-                for size, bench in self.benches.items() for name, arm in bench.arms.items() if name != bench.reference
-            ]  # fmt: skip
-        rows = []
-        for lengths in self.by_length():  # a step takes no longer in a longer training
-            runs = {name: [run for setting in lengths for arm in setting.arms if arm.name == name for run in arm.runs]
-                    for name in self.study.arms}  # fmt: skip
-            base = runs.pop(self.study.decide.reference)
-            usual = _median_step(base)
-            for name, own in runs.items():
-                if usual and (seconds := _median_step(own)):
-                    # The record's ceiling is against the unfrozen model; this study's baseline may be frozen itself.
-                    ceiling = 1 - (1 - own[0].ceiling) / (1 - base[0].ceiling)
-                    where, ids = replace(lengths[0], budget=None).title, tuple(run.id for run in (*own, *base))
-                    rows.append(Saving(name, where, 1 - seconds / usual, None, ceiling, seconds, ids))
-        return rows
-
     def timed(self, size: str, arm: str) -> BenchArm | None:
         """An arm's step against the reference's at this size, in turns; None: it was not timed so."""
         bench = self.benches.get(size)
@@ -218,7 +170,7 @@ class Analysis:
         return [(s, arm, arm.comparison) for s in self.settings for arm in s.arms if arm.comparison]
 
 
-def _median_step(runs: Iterable[Measured]) -> float | None:
+def median_step(runs: Iterable[Measured]) -> float | None:
     times = [run.step_seconds for run in runs if run.step_seconds is not None]
     return statistics.median(times) if times else None
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from .analysis import Analysis, Arm, Setting
 from .records import Measured
 
-CLEAR = 0.005  # nats on validation; a difference below is a tie, as in the search
-
 
 @dataclass(frozen=True)
 class Checked:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..evidence.analysis import Analysis
-from ..evidence.checked import CLEAR, checked
+from ..evidence.checked import checked
+from ..evidence.savings import savings
 from ..stats import smallest_p
 
 SHOWN = 8  # names listed in a notice before "and n more"
@@ -51,10 +52,11 @@ def _other_looks(analysis: Analysis) -> list[str]:
 
 
 def _other_rates(analysis: Analysis) -> list[str]:
+    tie = analysis.study.search.tie if analysis.study.search else 0.0
     found = [
         f"{_at(row.arm.name, row.setting.title)} (lr {row.other.lr:g} instead of {row.chosen.lr:g}, by "
         f"{-row.difference:.3f} nats)"
-        for row in checked(analysis) if row.difference < -CLEAR
+        for row in checked(analysis) if row.difference < -tie
     ]  # fmt: skip
     what = "At another rate one seed does better than at the rate chosen"
     return [f"{what}: {_listed(found)}. Part of the cost there is the rate's; see “At another rate”."] if found else []
@@ -127,7 +129,7 @@ def _different_data(analysis: Analysis) -> list[str]:
 def _savings(analysis: Analysis, standing: str) -> list[str]:
     """Savings above what the freeze's arithmetic allows: a measurement error, surely or perhaps."""
     found: dict[str, list[str]] = {}
-    for row in analysis.savings():
+    for row in savings(analysis):
         if row.standing != standing:
             continue
         how = (

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from ..evidence.analysis import Analysis, Arm, Setting
+from ..evidence.savings import savings
 from .tables import arm_index, shown
 
 PALETTE = 13  # --arm-0 ... --arm-12 in the page
@@ -53,7 +54,7 @@ def colour(index: int | None) -> str:
 def figures(analysis: Analysis) -> list[Figure]:
     """Those that the records suffice for."""
     made = [_forest(analysis, setting) for setting in analysis.settings]
-    made += [_savings(analysis, where) for where in dict.fromkeys(row.where for row in analysis.savings())]
+    made += [_savings(analysis, where) for where in dict.fromkeys(row.where for row in savings(analysis))]
     for setting in analysis.settings:
         made += [_curves(analysis, setting), _differences(analysis, setting), _clock(analysis, setting)]
         made += [_attention(analysis, setting)]
@@ -295,7 +296,7 @@ def _attention(analysis: Analysis, setting: Setting) -> Figure | None:
 
 
 def _savings(analysis: Analysis, where: str) -> Figure:
-    rows = [row for row in analysis.savings() if row.where == where]
+    rows = [row for row in savings(analysis) if row.where == where]
     labels = [row.arm for row in rows]
 
     def draw(axes: Axes) -> None:

@@ -6,6 +6,7 @@ import math
 
 from ..evidence.analysis import Analysis, Arm, Setting
 from ..evidence.compute import Ratio, at_equal_time, by_curves, evaluation_reached, mean_losses
+from ..evidence.savings import savings
 from ..stats import Interval
 from ..study.watch import duration_text
 from .elements import EMPTY, Cell, Number, Piece, Table, count_text, interval, seconds_text
@@ -17,7 +18,7 @@ NEVER = Cell(("n/a",), tone="quiet")
 
 def timing_table(analysis: Analysis) -> Table | None:
     rows = []
-    for row in analysis.savings():
+    for row in savings(analysis):
         key = f"timing.{row.where}.{row.arm}"
         rows.append((
             arm_cell(analysis, row.arm, row.where),

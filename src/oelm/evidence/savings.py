@@ -1,0 +1,58 @@
+"""Step time saved, beside the ceiling that the freeze's arithmetic allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .analysis import Analysis, median_step
+from .records import Measured
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Step time saved against the baseline, and the most that the freeze's arithmetic allows."""
+
+    arm: str
+    where: str  # corpus and size
+    saving: float  # share; negative: slower
+    interval: tuple[float, float] | None  # None: timed in separate processes, where it would mean nothing
+    ceiling: float
+    seconds: float
+    runs: tuple[str, ...]  # empty: from bench.json
+    most: float | None = None  # that can be saved where a GPU also waits for the host; None: the ceiling
+
+    @property
+    def standing(self) -> Literal["possible", "noise", "impossible"]:
+        most = self.ceiling if self.most is None else self.most
+        if self.saving <= most:
+            return "possible"
+        return "impossible" if self.interval and self.interval[0] > most else "noise"
+
+
+def savings(analysis: Analysis) -> list[Saving]:
+    """From bench.json, timed in turns; without one from the runs' own clocks, which are no fair comparison."""
+    if analysis.benches:
+        several = len(analysis.study.sizes) > 1
+        return [
+            Saving(
+                name, size if several else "", 1 - arm.ratio,
+                (1 - arm.interval[1], 1 - arm.interval[0]) if arm.interval else None,
+                arm.ceiling, arm.median_step, (), arm.most_saved,
+            )
+            for size, bench in analysis.benches.items() for name, arm in bench.arms.items() if name != bench.reference
+        ]  # fmt: skip
+    rows = []
+    for lengths in analysis.by_length():  # a step takes no longer in a longer training
+        runs: dict[str, list[Measured]] = {}
+        for arm in (arm for setting in lengths for arm in setting.arms):
+            runs.setdefault(arm.name, []).extend(arm.runs)
+        base = runs.pop(analysis.study.decide.reference)
+        usual = median_step(base)
+        for name, own in runs.items():
+            if usual and (seconds := median_step(own)):
+                # The record's ceiling is against the unfrozen model; this study's baseline may be frozen itself.
+                ceiling = 1 - (1 - own[0].ceiling) / (1 - base[0].ceiling)
+                where, ids = replace(lengths[0], budget=None).title, tuple(run.id for run in (*own, *base))
+                rows.append(Saving(name, where, 1 - seconds / usual, None, ceiling, seconds, ids))
+    return rows
