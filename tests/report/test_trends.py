@@ -1,15 +1,19 @@
 """Size and length on the page: every number re-derived, figures drawn, reasons where there is no number."""
 
 import re
+from dataclasses import replace
+from html import unescape
 
 import pytest
 from report.fake_study import fake_study
 
 from oelm.evidence.analysis import analyse
+from oelm.evidence.scaling import scaling
 from oelm.report.check import check_report
 from oelm.report.content import content
-from oelm.report.elements import count_text
+from oelm.report.elements import count_text, plain
 from oelm.report.html import write_report
+from oelm.report.scaling import predicted
 
 COST = {"baseline": 0.0, "oelm": 0.05, "oelm-q": 0.01}
 SIZES = {"small": {}, "large": {"model": {"d_model": 256}}, "huge": {"model": {"d_model": 512}}}
@@ -35,6 +39,30 @@ def test_the_page_has_the_law_the_test_of_it_the_prediction_and_the_published_va
     assert [piece.text for piece in oelm[1].sub if not isinstance(piece, str)][1] == "1,001"  # times the longest budget
     text = (written.parent / "r.html").read_text()
     assert re.findall(r'data-figure="(trend[^"]*)"', text) == ["trend..tokens", "trend..parameters", "trend..compute"]
+
+
+def test_the_page_begins_with_the_longest_training_and_the_prediction(written):
+    found = content(analyse(written))
+    assert [clause.decision for clause in found.headline] == ["non-inferior", "worse, margin undecided"]
+    assert plain(found.headline[0].arms[0]).startswith("oelm-q after the longest training (PPL × 1.0")
+    oelm, other = next(table for table in found.more if table.key == "target").rows
+    said = plain(found.predicted)
+    assert said.startswith("Extrapolated to one pair of runs with 18.9M parameters and 410M tokens, with 95% pre")
+    for cell in (oelm[2], oelm[3], oelm[5], oelm[6], other[2], other[3]):  # also published, the last of a row
+        assert plain(cell.main) in said
+    assert said.count("published") == 1
+    assert said in unescape(re.sub("<[^>]*>", "", (written.parent / "r.html").read_text()))
+    assert said in (written.parent / "r.md").read_text().replace("\\", "")
+
+
+def test_an_extrapolation_from_a_fit_that_missed_says_so(written):
+    analysis = analyse(written)
+    oelm, other = scaling(analysis)
+    misses = [replace(miss, observed=1.0) for miss in oelm.held_out["size"]["log-linear"]]
+    bent = replace(oelm, held_out={**oelm.held_out, "size": {**oelm.held_out["size"], "log-linear": misses}})
+    first, second = plain(predicted(analysis, [bent, other])).split("; ")
+    assert re.search(r"oelm PPL × [\d.]+ \[[^]]+\] \(this fit missed runs that it had not seen\), with an inter", first)
+    assert "missed" not in second
 
 
 def test_the_figures_of_the_longest_training_are_open_and_the_shorter_ones_folded(written):

@@ -119,6 +119,12 @@ class Scaling:
     held_out: dict[Axis, dict[Kind, list[Miss] | str]]
     target: dict[Kind, Prediction | str]  # one new pair of runs there; empty: the study names no target
 
+    @property
+    def surprised(self) -> list[Kind]:
+        """The fits that missed what they had not seen."""
+        return [kind for kind in KINDS for kinds in self.held_out.values()
+                if not isinstance(misses := kinds[kind], str) and any(miss.surprising for miss in misses)]  # fmt: skip
+
 
 def scaling(analysis: Analysis) -> list[Scaling]:
     """For every arm that was compared at several sizes or budgets; accuracies are no matter of this law."""

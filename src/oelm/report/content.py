@@ -25,7 +25,7 @@ from .elements import Number, Piece, Table, plain
 from .heads import heads_table
 from .notices import Notice, notices
 from .samples import samples_table
-from .scaling import compute_table, scaling_tables
+from .scaling import compute_table, predicted, scaling_tables
 from .tables import Clause, arm_tables, headline
 from .timing import baseline_time_table, equal_time_table, timing_table
 
@@ -36,6 +36,7 @@ class Content:
     question: str
     metric: str
     headline: list[Clause]
+    predicted: tuple[Piece, ...]  # at the study's target; empty: it has none
     facts: list[tuple[tuple[Piece, ...], str]]
     notices: list[Notice]
     arms: list[Table]  # one for each corpus and size
@@ -62,6 +63,7 @@ def numbers(report: Content) -> list[Placed]:
     """Every number of the report once, in the order of the page."""
     found = [Placed(p, "Headline", "", "") for clause in report.headline for arm in clause.arms for p in arm
              if isinstance(p, Number)]  # fmt: skip
+    found += [Placed(p, "Headline", "", "predicted") for p in report.predicted if isinstance(p, Number)]
     found += [Placed(p, "Top", "", what) for pieces, what in report.facts for p in pieces if isinstance(p, Number)]
     return found + placed((*report.arms, *report.more, *([report.rates] if report.rates else []), report.runs))
 
@@ -98,7 +100,7 @@ def content(analysis: Analysis) -> Content:
     ]
     return Content(
         analysis.study.name, analysis.study.question, analysis.study.decide.metric, headline(analysis),
-        facts(analysis), notices(analysis),
+        predicted(analysis, laws), facts(analysis), notices(analysis),
         arm_tables(analysis), [table for table in more if table], laws, needed,
         rate_table(analysis), run_table(analysis), rule(analysis), environments(analysis),
     )  # fmt: skip

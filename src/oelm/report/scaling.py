@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from ..evidence.analysis import Analysis
 from ..evidence.compute import Needed, Ratio
@@ -19,6 +20,30 @@ NAMES = {"log-linear": "log-linear", "interaction": "with interaction"}
 def scaling_tables(analysis: Analysis, found: list[Scaling]) -> list[Table]:
     tables = (_gap_table(analysis, found), _fit_table(analysis, found), _miss_table(analysis, found))
     return [table for table in (*tables, _target_table(analysis, found)) if table.rows]
+
+
+def predicted(analysis: Analysis, found: list[Scaling]) -> tuple[Piece, ...]:
+    """The table of the target in a sentence; empty without a target, and where no fit reaches it."""
+    aim = analysis.study.target
+    said: list[Piece] = []
+    rows = _target_table(analysis, found).rows
+    for law, (_, _, *cells, published) in zip(found, rows, strict=False):  # without a target there are no rows
+        fits = [
+            (*value.main, " ", *ends.main, " (this fit missed runs that it had not seen)" * (kind in law.surprised))
+            for kind, value, ends in zip(KINDS, cells[::2], cells[1::2], strict=True) if ends is not EMPTY
+        ]  # fmt: skip
+        if fits:
+            said += ["; " if said else "", " on ".join(filter(None, (law.arm, law.corpus))), " PPL × ", *fits[0]]
+            said += [piece for other in fits[1:] for piece in (", with an interaction × ", *other)]
+            said += [", published × ", *published.main] if published is not EMPTY else []
+    if aim is None or not said:
+        return ()
+    start = (
+        f"Extrapolated to one pair of runs with {count_text(aim.parameters)} parameters and {count_text(aim.tokens)} "
+        f"tokens, with {analysis.study.decide.confidence:.0%} prediction intervals: "
+    )
+    renamed = (replace(p, key=f"top.{p.key}") if isinstance(p, Number) else p for p in said)
+    return (start, *renamed, ".")
 
 
 def _gap_table(analysis: Analysis, found: list[Scaling]) -> Table:

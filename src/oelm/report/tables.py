@@ -207,14 +207,15 @@ class Clause:
 
 
 def headline(analysis: Analysis) -> list[Clause]:
-    """The verdict in one sentence, clause by clause."""
+    """The verdict in one sentence, clause by clause; where a study has several lengths of training, on the longest."""
+    longest = {(s.corpus, s.size, arm.name): (s, c) for s, arm, c in analysis.comparisons()}  # they come in order
     clauses = []
     for (decision, said), provisional in product(SAID.items(), (False, True)):
         arms = []
         for name in analysis.study.arms:
             places = [
-                (s, c) for s, arm, c in analysis.comparisons()
-                if (arm.name, c.verdict.decision, c.provisional) == (name, decision, provisional)
+                (s, c) for (*_, arm), (s, c) in longest.items()
+                if (arm, c.verdict.decision, c.provisional) == (name, decision, provisional)
             ]  # fmt: skip
             if places:
                 arms.append(_settled(analysis, name, places))
@@ -230,12 +231,15 @@ def _settled(analysis: Analysis, name: str, places: list[tuple[Setting, Comparis
     """An arm with its cost, from the least to the most over the settings that share a decision."""
     effects = [replace(effect(analysis, c, f"{s.title}.{name}")[0], key=f"top.{s.title}.{name}") for s, c in places]
     before, after = ("PPL × ", "") if analysis.study.decide.metric == "loss" else ("", " points")
-    if len(places) == len(analysis.settings):
+    titles, longest = [s.title for s, _ in places], [lengths[-1].title for lengths in analysis.by_length()]
+    if titles == longest and len(longest) == len(analysis.settings):
         where = ""  # the facts below say how many settings there are
-    elif len(places) > 2:
-        where = f" in {len(places)} of {len(analysis.settings)} settings"
+    elif len(titles) < 3:
+        where = f" {'at' if places[0][0].budget else 'on'} {' and '.join(titles)}"
+    elif titles == longest:
+        where = " after the longest training"
     else:
-        where = f" on {' and '.join(s.title for s, _ in places)}"
+        where = f" in {len(titles)} of {len(longest)} settings"
     ends = sorted(effects, key=lambda number: number.value)
     span: tuple[Piece, ...] = (ends[0], " to ", ends[-1]) if len(ends) > 1 else (ends[0],)
     return (f"{name}{where} ({before}", *span, f"{after})")
