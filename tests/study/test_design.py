@@ -70,6 +70,12 @@ def test_a_corrected_p_out_of_reach_is_said(load, seeds, arms, attainable):
     assert any("1 comparison:" in note for note in notes) == (arms == 2)
 
 
+def test_every_length_and_size_is_a_comparison_of_its_own(load):
+    wide = {"model": {"d_model": 128}}
+    notes = describe(load(sizes={"small": {}, "wide": wide}, budgets={"small": [50, 100], "wide": [50]})).notes
+    assert any("6 comparisons" in note and "after Holm over 6" in note for note in notes)  # two arms, three settings
+
+
 def test_time_is_estimated_from_arithmetic_and_then_from_finished_runs(tmp_path):
     study = make_study(tmp_path, execution={"slots": 2})
     first = describe(study)

@@ -22,7 +22,7 @@ from ..record import read_metrics, timing_stats
 from ..stats import minimum_detectable, smallest_p
 from .execute import THREADS, share_cores
 from .gpus import gpu_memory
-from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, groups, search_runs
+from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, comparisons, groups, search_runs
 from .search import Point
 from .watch import Seen, compared_value, duration_text, planned
 
@@ -136,11 +136,11 @@ def measured_spread(study: StudyConfig) -> Spread:
 def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_task: bool) -> list[str]:
     n, rule = min(len(study.seeds_of(size)) for size in study.sizes or [""]), study.decide
     p, level = smallest_p(n), 1 - rule.confidence
-    rivals = sum(group.arm != rule.reference for group in groups(study))
-    times = rivals if rule.correction == "holm" and rivals > 1 else 1
+    planned = comparisons(study)
+    times = planned if rule.correction == "holm" and planned > 1 else 1
     holm = f", {min(1, p * times):.3g} after Holm over {times}" if times > 1 else ""
-    pairs, comparisons = f"{n} paired seed{'s' * (n != 1)}", f"{rivals} comparison{'s' * (rivals != 1)}"
-    notes = [f"{pairs}, {comparisons}: smallest attainable sign-flip p {p:.3g}{holm}"]
+    counted = f"{n} paired seed{'s' * (n != 1)}, {planned} comparison{'s' * (planned != 1)}"
+    notes = [f"{counted}: smallest attainable sign-flip p {p:.3g}{holm}"]
     enough, corrected = _seeds_for(level), _seeds_for(level / times)
     if n < enough:
         notes.append(f"no sign-flip p below {level:.2g} is attainable: that takes {enough} seeds")

@@ -18,7 +18,7 @@ import numpy as np
 from scipy import optimize, special  # type: ignore[import-untyped]
 
 from ..stats import Interval
-from .plan import Cell, StudyConfig, groups
+from .plan import Cell, StudyConfig, comparisons
 
 Key = TypeVar("Key", bound=Hashable)
 Values = Mapping[str, float | None]  # what is compared, by run id; None for a run that diverged
@@ -124,9 +124,7 @@ def t_interval(values: Sequence[float], level: float) -> Interval | None:
 
 def family(study: StudyConfig) -> int | None:
     """The number of comparisons that Holm's correction is over; None for no correction."""
-    rivals = [group for group in groups(study) if group.arm != study.decide.reference]
-    planned = sum(len(study.budgets_of(group.size)) for group in rivals)
-    return planned if study.decide.correction == "holm" else None
+    return comparisons(study) if study.decide.correction == "holm" else None
 
 
 def paired_values(

@@ -304,6 +304,11 @@ def groups(study: StudyConfig) -> list[Group]:
     ]  # fmt: skip
 
 
+def comparisons(study: StudyConfig) -> int:
+    """How many are planned: every arm but the reference, in all its settings."""
+    return sum(len(study.budgets_of(g.size)) for g in groups(study) if g.arm != study.decide.reference)
+
+
 def search_runs(study: StudyConfig, losses: Losses | None = None) -> list[Cell]:
     """The runs that find each arm's settings, as far as the losses show them; none where arms bring their own."""
     cells = [cell for group in groups(study) for cell in _search_of(study, group, losses or {})[0]]
