@@ -61,8 +61,10 @@ def test_an_extrapolation_from_a_fit_that_missed_says_so(written):
     misses = [replace(miss, observed=1.0) for miss in oelm.held_out["size"]["log-linear"]]
     bent = replace(oelm, held_out={**oelm.held_out, "size": {**oelm.held_out["size"], "log-linear": misses}})
     first, second = plain(predicted(analysis, [bent, other])).split("; ")
-    assert re.search(r"oelm PPL × [\d.]+ \[[^]]+\] \(this fit missed runs that it had not seen\), with an inter", first)
-    assert "missed" not in second
+    assert re.search(r"oelm PPL × [\d.]+ \[[^]]+\]\*, with an interaction", first)
+    assert second.endswith(". * This fit missed runs that it had not seen.")
+    sure = [replace(law, held_out={}) for law in (oelm, other)]
+    assert not re.search(r"\*|missed", plain(predicted(analysis, sure)))
 
 
 def test_the_figures_of_the_longest_training_are_open_and_the_shorter_ones_folded(written):

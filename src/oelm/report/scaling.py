@@ -29,7 +29,7 @@ def predicted(analysis: Analysis, found: list[Scaling]) -> tuple[Piece, ...]:
     rows = _target_table(analysis, found).rows
     for law, (_, _, *cells, published) in zip(found, rows, strict=False):  # without a target there are no rows
         fits = [
-            (*value.main, " ", *ends.main, " (this fit missed runs that it had not seen)" * (kind in law.surprised))
+            (*value.main, " ", *ends.main, "*" * (kind in law.surprised))
             for kind, value, ends in zip(KINDS, cells[::2], cells[1::2], strict=True) if ends is not EMPTY
         ]  # fmt: skip
         if fits:
@@ -43,7 +43,7 @@ def predicted(analysis: Analysis, found: list[Scaling]) -> tuple[Piece, ...]:
         f"tokens, with {analysis.study.decide.confidence:.0%} prediction intervals: "
     )
     renamed = (replace(p, key=f"top.{p.key}") if isinstance(p, Number) else p for p in said)
-    return (start, *renamed, ".")
+    return (start, *renamed, ".", " * This fit missed runs that it had not seen." * ("*" in said))
 
 
 def _gap_table(analysis: Analysis, found: list[Scaling]) -> Table:
