@@ -18,7 +18,7 @@ def test_phases_add_up_warm_up_is_marked_and_pauses_do_not_count():
     line = clock.flush()
     assert len(line["seconds"]) == WARMUP + 5
     assert line["warmup"] == WARMUP
-    assert sum(line["phases"].values()) == pytest.approx(sum(line["seconds"][WARMUP:]), abs=1e-6)  # each to 0.1 µs
+    assert sum(line["phases"].values()) == pytest.approx(sum(line["seconds"][WARMUP:]))
     assert line["phases"]["backward"] >= 5 * 2 * 0.002
     assert line["phases"]["forward"] < line["phases"]["backward"]
     assert max(line["phases"]["data"], line["phases"]["optimizer"]) < 5 * 0.005

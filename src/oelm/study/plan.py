@@ -367,12 +367,11 @@ def check_runs(study: StudyConfig, chosen: Mapping[Group, Point]) -> list[Cell]:
     """Every group once more at its longest budget, at another rate and the first seed of the comparison."""
     if study.check is None:
         return []
-    factor, rate = study.check.factor, study.searched.index("train.lr")
-    cells = []
+    cells, rate = [], study.searched.index("train.lr")
     for group, point in chosen.items():
-        moved = (*point[:rate], float(f"{point[rate] * factor:.6g}"), *point[rate + 1 :])
-        budget = study.budgets_of(group.size)[-1]
-        cells.append(_cell(study, "check", group, study.seeds_of(group.size)[0], moved, budget))
+        moved = (*point[:rate], float(f"{point[rate] * study.check.factor:.6g}"), *point[rate + 1 :])
+        seed, budget = study.seeds_of(group.size)[0], study.budgets_of(group.size)[-1]
+        cells.append(_cell(study, "check", group, seed, moved, budget))
     return cells
 
 
@@ -390,8 +389,7 @@ def _cell(
     config = parse_config(raw)
     parts = [*filter(None, group), f"{budget}steps" if budget else "", f"lr{config.train.lr:g}", f"s{seed}"]
     name = "-".join(filter(None, parts))
-    out = str(study.folder / f"{name}-{config.id}")
-    placed = config.model_copy(update={"name": name, "out": out})
+    placed = config.model_copy(update={"name": name, "out": str(study.folder / f"{name}-{config.id}")})
     if budget and stage == "compare":
         lengths = [length for length in study.budgets_of(group.size) if length]
         shared = {

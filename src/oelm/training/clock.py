@@ -76,9 +76,9 @@ class Clock:
         warmup = min(self.warmup_left, len(spans))
         self.warmup_left -= warmup
         self.steps = []
-        # To 0.1 µs: the digits beyond are noise, and a quarter of a packed study.
-        phases = {phase: round(sum(span[phase] for span in spans[warmup:]), 7) for phase in PHASES}
-        return {"seconds": [round(sum(span.values()), 7) for span in spans], "warmup": warmup, "phases": phases}
+        # To the nanosecond: the digits beyond are noise, and fill a packed study.
+        phases = {phase: round(sum(span[phase] for span in spans[warmup:]), 9) for phase in PHASES}
+        return {"seconds": [round(sum(span.values()), 9) for span in spans], "warmup": warmup, "phases": phases}
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
