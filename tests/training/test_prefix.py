@@ -15,7 +15,7 @@ from oelm.study.execute import run_local
 from oelm.study.plan import comparison_runs, load_study
 from oelm.training import loop
 from oelm.training.audit import audit
-from oelm.training.prefix import TrunkBusy, kept_steps, trunk_name
+from oelm.training.prefix import TrunkBusy, drop_unneeded, kept_steps, trunk_name
 from oelm.training.run import run_training
 
 LENGTHS = (20, 40, 80)
@@ -154,6 +154,21 @@ def test_two_runs_never_take_the_same_first_steps(corpus, tmp_path):
     with FileLock(folder / CLAIM), pytest.raises(TrunkBusy, match="another run is taking its first steps"):
         run_training(run, quiet=True)
     assert run_training(run, quiet=True)["status"] == "finished"
+
+
+def test_a_state_that_a_run_leaves_during_the_clean_up_stays(corpus, tmp_path, monkeypatch):
+    run = config(corpus, tmp_path, 80)
+    folder = tmp_path / "shared" / trunk_name(run)
+    (folder / "15").mkdir(parents=True)
+
+    def looked(place):
+        found = kept_steps(place)
+        (folder / "30").mkdir(exist_ok=True)  # another run gets there right after the look
+        return found
+
+    monkeypatch.setattr("oelm.training.prefix.kept_steps", looked)
+    drop_unneeded([(run, True)])
+    assert sorted(kept_steps(folder)) == [15, 30]
 
 
 @pytest.mark.slow

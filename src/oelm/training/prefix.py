@@ -149,14 +149,17 @@ def trunk_folder(config: RunConfig) -> Path | None:
 def drop_unneeded(configs: Iterable[tuple[RunConfig, bool]]) -> None:
     """Removes the kept states that no run needs; `configs`: all runs of a study, and whether each still has to run."""
     needed: dict[Path, set[int]] = {}
+    kept: dict[Path, list[int]] = {}  # looked at once: what a run leaves meanwhile was not weighed and stays
     for config, waiting in configs:
         if folder := trunk_folder(config):
-            usable = [s for s in kept_steps(folder) if s <= config.train.decay_start(config.train.max_steps or 0)]
+            kept[folder] = kept[folder] if folder in kept else kept_steps(folder)
+            usable = [s for s in kept[folder] if s <= config.train.decay_start(config.train.max_steps or 0)]
             needed.setdefault(folder, set()).update([max(usable)] if waiting and usable else [])
     for place in {folder.parent for folder in needed}:
         for folder in place.iterdir() if place.is_dir() else ():
             steps = needed.get(folder, set())  # of none, where another version of the source made it
-            unneeded = [step for step in kept_steps(folder) if step not in steps]
+            listed = kept[folder] if folder in kept else kept_steps(folder)
+            unneeded = [step for step in listed if step not in steps]
             if unneeded and not is_claimed(folder):  # nobody is reading there
                 for step in unneeded:
                     leaving = folder / f".{step}.leaving"  # renamed first: nobody takes up half of it
