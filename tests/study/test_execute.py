@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 from oelm.cli import app
 from oelm.record import evaluations, read_metrics, read_run
+from oelm.study import execute
 from oelm.study.execute import run_local, run_study, share_cores
 from oelm.study.gpus import Execution
 from oelm.study.plan import comparison_runs, load_study, search_runs
-from oelm.study.watch import look, planned
+from oelm.study.watch import Seen, look, planned
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -280,6 +281,21 @@ def test_two_launchers_share_a_study_and_no_run_is_done_twice(study_file, launch
     spent = [text.count(" s\n") for text in output]  # lines of runs that a launcher ran itself
     assert sum(spent) == 10
     assert min(spent) >= 1
+
+
+def test_a_run_that_another_launcher_finished_meanwhile_is_not_called_ones_own(study_file, monkeypatch):
+    study = load_study(study_file(arms=["baseline"]))
+    cells, said = comparison_runs(study, {}), []
+    assert run_local(cells, study.execution, say=said.append) == {}
+    assert said[0].endswith(" s")
+    written = (cells[0].folder / "run.json").stat().st_mtime_ns
+    # A second launcher that looked before the first one began, and whose process starts when that one is done.
+    stale = iter([Seen("waiting")])
+    monkeypatch.setattr(execute, "unsettled", lambda cells: (list(cells), {}))
+    monkeypatch.setattr(execute, "look", lambda cell: next(stale, None) or look(cell))
+    assert run_local(cells, study.execution, say=said.append) == {}
+    assert f"{said[1]} in " == said[0][: len(said[1]) + 4]
+    assert (cells[0].folder / "run.json").stat().st_mtime_ns == written
 
 
 @pytest.mark.slow

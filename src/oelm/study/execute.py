@@ -26,7 +26,7 @@ from .gpus import Execution, GpuClaims, give, gpu_memory, pick_gpu
 from .plan import Cell, StudyConfig, check_runs, choose, comparison_runs, groups
 from .watch import begin, compared, diverged, look, losses, searched, unsettled
 
-BUSY = 75  # exit code of a child that found its run taken
+BUSY = 75  # exit code of a child that found its run taken, or finished by another launcher
 ATTEMPTS = 2  # of a run whose process is killed
 STARTING = 20.0  # seconds until a run that was started has claimed what it needs
 TICK = 1.0  # seconds between looks at the GPUs, at other launchers' runs and at the screen
@@ -239,7 +239,7 @@ class _Launcher:
         if code == BUSY:
             self.elsewhere.append(cell)
         elif status in ("finished", "failed", "damaged"):
-            self._over(cell, time.monotonic() - child.started)
+            self._over(cell, time.monotonic() - child.started if code == 0 else None)
         elif code is not None and code < 0:
             self.attempts[cell.folder] += 1
             what = f"killed by {signal.Signals(-code).name}"
@@ -307,7 +307,8 @@ def _child(config: RunConfig, gpus: Sequence[str]) -> None:
     from ..training.launch import run_in_processes
 
     try:
-        run_in_processes(config, max(1, len(gpus)))
+        if not run_in_processes(config, max(1, len(gpus))):
+            sys.exit(BUSY)
     except TrunkBusy:
         sys.exit(BUSY)
     except ValueError:

@@ -6,16 +6,18 @@ import os
 
 from ..config import RunConfig
 from .prefix import TrunkBusy
-from .run import run_training
+from .run import run_unless_finished
 
 GRACE = 600  # seconds for the processes of a run that is asked to end to write their checkpoint
 
 
-def run_in_processes(config: RunConfig, processes: int, quiet: bool = False) -> None:
-    """Runs or takes up one run; SystemExit with the signal's code when it was stopped, ValueError when it failed."""
+def run_in_processes(config: RunConfig, processes: int, quiet: bool = False) -> bool:
+    """Runs or takes up one run; SystemExit with the signal's code when it was stopped, ValueError when it failed.
+
+    False where another launcher had finished it.
+    """
     if processes == 1:
-        run_training(config, quiet)
-        return
+        return run_unless_finished(config, quiet)[1]
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -25,7 +27,7 @@ def run_in_processes(config: RunConfig, processes: int, quiet: bool = False) -> 
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="127.0.0.1",
     )  # fmt: skip
     try:
-        elastic_launch(settings, run_training)(config, quiet)
+        return bool(elastic_launch(settings, run_unless_finished)(config, quiet)[0][1])  # of the first process
     except SignalException as stopped:
         raise SystemExit(128 + stopped.sigval) from None
     except ChildFailedError as error:

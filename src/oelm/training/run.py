@@ -72,9 +72,14 @@ def summary(record: dict[str, Any]) -> str:
 
 def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
     """Runs or takes up one run and returns its record; raises SystemExit with the signal's code when stopped."""
+    return run_unless_finished(config, quiet)[0]
+
+
+def run_unless_finished(config: RunConfig, quiet: bool = False) -> tuple[dict[str, Any], bool]:
+    """The same, and whether anything was left to run."""
     folder, stopper, job = config.folder, Stopper(), job_of(config)
     if finished := finished_record(config):
-        return finished
+        return finished, False
     precision, reason = choose_precision(config.train.precision, best_device())
     check_trackers(config.system.trackers)
     job.check()
@@ -95,10 +100,10 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
     if not accelerator.is_main_process:
         accelerator.wait_for_everyone()  # until the first process holds the folder and the data is there
         with stopper.listening():
-            return _operate(config, job, accelerator, None, stopper, quiet, None)
+            return _operate(config, job, accelerator, None, stopper, quiet, None), True
     with claimed(folder), _trunk(config) as trunk:
         if accelerator.num_processes == 1 and (finished := finished_record(config)):  # by another launcher, meanwhile
-            return finished
+            return finished, False
         mirror = Mirror(config) if config.system.mirror else None
         fetched = mirror.fetch() if mirror else None
         found, sentence = job.prepare(not quiet)
@@ -121,7 +126,7 @@ def run_training(config: RunConfig, quiet: bool = False) -> dict[str, Any]:
         try:
             with stopper.listening():
                 peak = measure_peak(accelerator.device, precision) * accelerator.num_processes
-                return _operate(config, job, accelerator, run, stopper, quiet, peak, trunk, mirror)
+                return _operate(config, job, accelerator, run, stopper, quiet, peak, trunk, mirror), True
         except SystemExit:
             raise
         except BaseException as error:
