@@ -70,6 +70,7 @@ def test_the_form_is_chosen_by_the_arithmetic(tmp_path):
     [
         ("gpt2", {"positions": "relative"}, "--as: gpt2 has learned positions, this model relative ones; --as own"),
         ("gptneox", {"qk_norm": True, "positions": "rotary"}, "--as: gptneox has no norm on queries and keys"),
+        ("gpt2", {"qk_dim": 4}, "--as: gpt2 has queries and keys as large as its values; --as own"),
         ("llama", {"bias": True, "positions": "rotary"}, "--as: llama has no bias in its norms"),
         ("gpt3", {}, "--as: no form 'gpt3'; choose from gpt2, gptneox, llama, own"),
     ],

@@ -98,6 +98,7 @@ class ModelConfig(Section):
     vocab_size: int | None = Field(None, gt=0, le=2**24)  # rows of the token table; default: the tokenizer's
     positions: Literal["learned", "rotary", "relative"] | None = None  # relative: learned, and a bias for distance
     qk_norm: bool | None = None  # RMS-normalise queries and keys
+    qk_dim: int | None = Field(None, gt=0, le=WIDEST)  # size of a head's queries and keys; default: that of its values
     bias: bool | None = None  # whether linear layers and layer norms have a bias
     init_std: InitStd | None = None  # spread of the weights at the start: a number, or width for 1/sqrt(d_model)
     dtype: Literal["fp32", "bf16"] | None = None  # precision of pretrained weights in memory; default: fp32

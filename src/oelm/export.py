@@ -1,8 +1,8 @@
 """A trained GPT of ours as a folder that every client loads without `oelm`, with a model card.
 
 Learned positions are GPT-2's arithmetic, rotary ones GPT-NeoX's, and Llama's once each layer norm's subtraction of the
-mean is folded into the weights before it. What fits none of them (a relative bias, normalised queries) keeps its own
-modelling code in the folder, for clients that trust it.
+mean is folded into the weights before it. What fits none of them (a relative bias, normalised or smaller queries) keeps
+its own modelling code in the folder, for clients that trust it.
 """
 
 from __future__ import annotations
@@ -62,15 +62,22 @@ def export(run: Path, form: str | None = None, out: Path | None = None) -> tuple
     return folder, f"{type(target).__name__}: logits differ by at most {difference:.1e} of their largest"
 
 
-def _gpt2_refuses(config: GPTConfig) -> str:
+def _attention_refuses(config: GPTConfig) -> str:
     if config.qk_norm:
         return "has no norm on queries and keys"
+    narrow = config.qk_dim * config.n_head < config.d_model
+    return "has queries and keys as large as its values" if narrow else ""
+
+
+def _gpt2_refuses(config: GPTConfig) -> str:
+    if why := _attention_refuses(config):
+        return why
     return "" if config.positions == "learned" else f"has learned positions, this model {config.positions} ones"
 
 
 def _neox_refuses(config: GPTConfig) -> str:
-    if config.qk_norm:
-        return "has no norm on queries and keys"
+    if why := _attention_refuses(config):
+        return why
     return "" if config.positions == "rotary" else f"has rotary positions, this model {config.positions} ones"
 
 

@@ -2,8 +2,9 @@
 
 A weight of n entries costs 2n FLOPs per token forward, 2n for the gradient of its input and 2n for its own
 gradient. Freezing removes the last; a frozen identity frame is read instead of multiplied and removes all three.
-Scores and their weighted sum cost 4 * rows * context per layer and token forward, twice that backward
-(kernels that skip the masked half do less, so the true ceiling of a causal model is a little higher).
+Scores cost 2 * rows of q * context per layer and token forward, their weighted sum 2 * rows of v * context, both twice
+that backward (kernels that skip the masked half do less, so the true ceiling of a causal model is a little higher; the
+CPU's want queries as large as values, so smaller ones save their products there, and no scores).
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def count_flops(model: nn.Module, context: int, written: int | None = None) -> F
     for p in (p for p in attention if p.role == "q"):
         decoding = share if _DECODER.search(p.attention) else 1.0
         keys = context if written is None or decoding == 1.0 or _CROSS.search(p.attention) else written
-        scores += 4.0 * p.rows * keys * decoding * shared
+        values = getattr(model.get_submodule(p.attention), "value_rows", p.rows)
+        scores += 2.0 * (p.rows + values) * keys * decoding * shared
 
     forward = weight_gradient = saved = 0.0
     for path, module in model.named_modules():

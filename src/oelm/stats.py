@@ -215,6 +215,11 @@ def median_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval 
     return Interval(float(low), float(high)) if math.isfinite(low) and math.isfinite(high) else None
 
 
+def tidy(value: float) -> float:
+    """Ten digits: the last ones of linear algebra differ between processors, and pages are compared digit by digit."""
+    return float(f"{value:.10g}")
+
+
 def _sign_flip_p(d: NDArray[np.float64], rng: np.random.Generator) -> float:
     """Two-sided p of the mean under random signs; a sum equal to the observed one but for rounding counts."""
     sums = d[:1]  # flipping every sign keeps |sum|, so the first one may stay

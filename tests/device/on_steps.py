@@ -78,8 +78,9 @@ def test_a_step_of_every_arm_runs_on_the_device_without_a_wait(gpu, arm, positio
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_with_normalised_queries_and_biases_too(gpu, positions):
-    shape = {"arm": "oelm-q", "positions": positions, "qk_norm": True, "bias": True}
+@pytest.mark.parametrize("arm", [{"arm": "oelm-q", "qk_norm": True, "bias": True}, {"arm": "baseline", "qk_dim": 4}])
+def test_with_normalised_or_narrow_queries_and_biases_too(gpu, positions, arm):
+    shape = {"positions": positions, **arm}
     losses = on_the_device(gpu, precision="bf16", **shape)
     assert gpu.waits == []
     assert losses == pytest.approx(on_the_cpu(**shape), abs=PRECISIONS["bf16"])

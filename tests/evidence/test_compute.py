@@ -1,14 +1,16 @@
 """Cost in compute from losses whose truth is known: 0.15 nats for each doubling of the budget."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 from report.fake_study import fake_study
 
 from oelm.evidence.analysis import analyse
-from oelm.evidence.compute import _reached, at_equal_time, by_budgets
+from oelm.evidence.compute import _ratio, _reached, _weights, at_equal_time, by_budgets
 from oelm.report.check import check_report
 from oelm.report.html import write_report
 from oelm.report.timing import baseline_time_table, equal_time_table
@@ -56,7 +58,74 @@ def test_a_better_arm_needs_fewer_and_what_no_budget_shows_is_a_bound(analysis):
 def test_the_loss_is_first_reached_between_the_budgets_around_it():
     losses, at = np.array([[3.0, 2.0, 2.5, 1.0]]), np.log([1.0, 2.0, 4.0, 8.0])
     found = [float(_reached(losses, at, np.array([target]))[0]) for target in (3.5, 3.0, 2.5, 1.75, 1.0, 0.5)]
-    assert found == pytest.approx([0, 1, 2**0.5, 2 ** (2 + 0.5), 8, np.inf])
+    assert (found[0], found[1], found[5]) == (0, 1, np.inf)
+    assert found[4] == pytest.approx(8)
+    assert 1 < found[2] < 2 < 4 < found[3] < 8
+    straight = np.array([[3.0, 2.5, 2.0, 1.5]])
+    assert _reached(straight, at, np.array([2.25]))[0] == pytest.approx(2**1.5)
+
+
+def falling(steps):
+    return 2.0 + 4.0 * steps**-0.35  # as losses do: ever more slowly
+
+
+def test_between_the_budgets_the_loss_is_nearer_to_the_truth_than_a_straight_line():
+    at = np.log([500.0, 1000.0, 2000.0, 4000.0])
+    losses = falling(np.exp(at))[None]
+    for steps in (700.0, 1400.0, 2800.0):
+        straight = math.exp(np.interp(-falling(steps), -losses[0], at))
+        ours = _reached(losses, at, np.array([falling(steps)]))[0]
+        assert abs(ours / steps - 1) < 0.4 * abs(straight / steps - 1)
+
+
+@pytest.mark.parametrize("seeds", [3, 6])
+def test_the_interval_of_a_ratio_covers_where_a_bootstrap_would_not(seeds):
+    """An arm that needs 1.2 times the steps; trainings differ, and so do the runs of one."""
+    rng, budgets, hits = np.random.default_rng(0), np.array([500.0, 1000.0, 2000.0, 4000.0]), []
+    at, true = np.log(budgets), 1.2
+    aim = _reached(falling(budgets / true)[None], at, falling(budgets[2:3]))[0] / budgets[2]  # the curve's own error
+
+    def ratios(weights, ours, theirs):
+        return _reached(weights @ ours, at, (weights @ theirs)[:, 2]) / budgets[2]
+
+    for _ in range(150):
+        noise = rng.normal(0, 0.01, (2, seeds, 1)) + rng.normal(0, 0.01, (2, seeds, len(budgets)))
+        ours, theirs = falling(budgets / true) + noise[0], falling(budgets) + noise[1]
+        drawn = np.array([np.bincount(row, minlength=seeds) / seeds for row in rng.integers(seeds, size=(60, seeds))])
+        low, high = _ratio(ratios(_weights(seeds), ours, theirs), seeds, 0.95, budgets[[0, -1]] / budgets[2]).interval
+        bootstrap = np.quantile(ratios(drawn, ours, theirs), [0.025, 0.975], method="nearest")
+        hits.append([low <= aim <= high, bootstrap[0] <= aim <= bootstrap[1]])
+    jackknife, naive = np.mean(hits, axis=0)
+    assert jackknife >= 0.91
+    assert naive < 0.9
+
+
+def test_two_seeds_have_no_interval_and_a_bound_has_none():
+    def ends(*values):
+        return _ratio(np.array(values), len(values) - 1, 0.95, np.array([0.5, 2.0])).interval
+
+    assert ends(1.2, 1.1, 1.3) is None
+    assert ends(np.inf, 2.0, 2.1, np.inf) is None
+    assert ends(1.2, 1.2, 1.2, 1.2) is None
+    assert ends(1.9, 1.8, 1.8, np.inf) == (pytest.approx(1.9 * math.exp(-_t(3) * _spread(1.8, 1.8, 2.0))), np.inf)
+    assert ends(0.6, 0.6, 0.6, 0.0).low == 0
+
+
+def _t(seeds):
+    return scipy.stats.t.ppf(0.975, seeds - 1)
+
+
+def _spread(*values):
+    logs = np.log(values)
+    return math.sqrt((len(logs) - 1) / len(logs) * ((logs - logs.mean()) ** 2).sum())
+
+
+@pytest.mark.parametrize("last", [1.5, 1.98294155])
+def test_a_loss_that_is_that_of_a_budget_is_reached_there(last):
+    """Also where the curve turns; a search for roots of a cubic misses such ends, or finds others."""
+    at = np.log([500.0, 1000.0, 2000.0])
+    losses = np.array([[2.56533598, 1.98294155, 2.31127474], [3.0, 2.2, last]])
+    assert _reached(losses, at, np.array([1.98294155, last])) == pytest.approx([1000, 2000])
 
 
 def test_only_seeds_that_have_every_budget_on_both_sides_count(analysis):

@@ -137,10 +137,13 @@ def test_flexible_attention_is_the_same_attention_without_a_graph_break(flex, to
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("arm", "heads"), [("baseline", 1), ("oelm-slices-gains", 2)])
-def test_compiled_layers_with_flexible_attention_learn_the_same(flex, arm, heads, precision):
+@pytest.mark.parametrize(
+    ("arm", "heads", "qk_dim"), [("baseline", 1, None), ("oelm-slices-gains", 2, None), ("baseline", 1, 16)]
+)
+def test_compiled_layers_with_flexible_attention_learn_the_same(flex, arm, heads, qk_dim, precision):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=50, context=24, n_layer=2, n_head=heads, d_model=32, positions="relative"))
+    shape = {"vocab_size": 50, "context": 24, "n_layer": 2, "n_head": heads, "d_model": 32, "qk_dim": qk_dim}
+    model = GPT(GPTConfig(**shape, positions="relative"))
     apply_oelm(model, ARMS[arm])
     with torch.no_grad():
         model.relative_bias.weight.normal_()

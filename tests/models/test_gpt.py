@@ -84,9 +84,9 @@ def test_initial_weights_follow_gpt2() -> None:
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_no_token_sees_its_future(positions: str, qk_norm: bool) -> None:
-    model, x = tiny(positions=positions, qk_norm=qk_norm), tokens(2, 30)
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qk_dim": 6}], ids=str)
+def test_no_token_sees_its_future(positions: str, changes: dict[str, object]) -> None:
+    model, x = tiny(positions=positions, **changes), tokens(2, 30)
     changed = x.clone()
     changed[:, 20] = (changed[:, 20] + 1) % VOCAB
     before, after = model(x).logits, model(changed).logits
@@ -94,9 +94,30 @@ def test_no_token_sees_its_future(positions: str, qk_norm: bool) -> None:
     assert not torch.allclose(after[:, 20:], before[:, 20:], atol=1e-3)
 
 
+@pytest.mark.parametrize("positions", ["learned", "relative"])
+def test_narrow_queries_and_keys_are_wide_ones_whose_other_rows_are_zero(positions: str) -> None:
+    narrow, wide, x = tiny(positions=positions, qk_dim=6), tiny(positions=positions), tokens(2, 30)
+    assert narrow.blocks[0].attn.k_proj.weight.shape == (4 * 6, 64)
+    weights = narrow.state_dict()
+    for name, weight in wide.state_dict().items():
+        if "q_proj" in name or "k_proj" in name:
+            rows = F.pad(weights[name].unflatten(0, (4, 6)), (0, 0, 0, 10))  # (4, 16, 64)
+            scale = (16 / 6) ** 0.5 if "q_proj" in name else 1.0  # a head divides by the root of its own size
+            weights[name] = scale * rows.flatten(0, 1)
+        assert weights[name].shape == weight.shape
+    wide.load_state_dict(weights)
+    torch.testing.assert_close(narrow(x).logits, wide(x).logits, atol=1e-5, rtol=1e-5)
+    ours, theirs = gradients(narrow, x), gradients(wide, x)
+    for name in ("wte.weight", "blocks.0.attn.v_proj.weight", "blocks.1.mlp.up_proj.weight"):
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=1e-4)
+    found = theirs["blocks.0.attn.k_proj.weight"].unflatten(0, (4, 16))[:, :6].flatten(0, 1)
+    torch.testing.assert_close(ours["blocks.0.attn.k_proj.weight"], found, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_greedy_text_is_the_same_with_and_without_cache(positions: str) -> None:
-    model, x = tiny(positions=positions), tokens(3, 7)
+@pytest.mark.parametrize("qk_dim", [None, 6])
+def test_greedy_text_is_the_same_with_and_without_cache(positions: str, qk_dim: int | None) -> None:
+    model, x = tiny(positions=positions, qk_dim=qk_dim), tokens(3, 7)
     settings = {"max_new_tokens": 40, "do_sample": False}
     cached = model.generate(x, use_cache=True, **settings)
     assert cached.shape == (3, 47)
@@ -279,7 +300,19 @@ def test_hugging_face_names_reach_our_fields() -> None:
 ODD = {"n_head": 8, "d_model": 24, "positions": "rotary"}  # heads three wide: no pairs to rotate
 
 
-@pytest.mark.parametrize("shape", [{"n_head": 7}, {"positions": "x"}, {"n_layer": 0}, {"d_ff": -1}, ODD])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"n_head": 7},
+        {"positions": "x"},
+        {"n_layer": 0},
+        {"d_ff": -1},
+        ODD,
+        {"qk_dim": 65},
+        {"qk_dim": 0},
+        {"qk_dim": 7, "positions": "rotary"},
+    ],
+)
 def test_impossible_shapes_are_refused_by_field(shape: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(shape))}:"):
         GPTConfig(**shape)

@@ -58,7 +58,7 @@ def write_run(cell, noise, cost, step_seconds=None, examples=0):
         "precision_reason": "no native bf16 on this cpu device", "processes": 1, "environment": ENVIRONMENT,
         "data_folder": "data/x", "data_sha256": {"train": cell.group.corpus, "val": "b"},
         "surgery": {"total": total, "trainable": total - frozen, "frozen": frozen, "projections": []},
-        "flops_per_token": {"forward": 1.0, "ceiling": frozen / total / 3},
+        "flops_per_token": {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 1 - frozen / total},
     })  # fmt: skip
     config.folder.mkdir(parents=True)
     lines = []

@@ -3,7 +3,9 @@
 import json
 import os
 import time
+from itertools import cycle
 
+import numpy as np
 import pytest
 from test_ground import ROOT
 
@@ -46,6 +48,20 @@ def test_a_benchmark_has_wall_and_cpu_time_and_the_ceiling(result):
     text = table(result)
     assert "CPU time" in text
     assert "8 rounds" in text
+
+
+def test_a_ratio_can_be_computed_again_from_the_turns(monkeypatch):
+    seconds = cycle([0.01] * 8 + [0.02])  # the machine is busy now and then
+    monkeypatch.setattr(bench, "yardstick", lambda *_: lambda: next(seconds))
+    result = bench_step(arms_of(load_config(None, TINY), ["baseline", "oelm"]), 64, rounds=8, steps=1, memory=False)
+    assert result["thrown_out"] > 0.1
+    times = {arm: np.array(rows) for arm, rows in json.loads(json.dumps(result["turns"])).items()}
+    assert {rows.shape for rows in times.values()} == {(result["blocks"], 4)}
+    kept = np.all([(rows[:, 0] < 0.011) & (rows[:, 3] < 0.011) for rows in times.values()], axis=0)
+    assert kept.sum() == result["arms"]["oelm"]["pairs"]
+    for column, name in ((1, "ratio"), (2, "cpu_ratio")):
+        ratios = times["oelm"][kept, column] / times["baseline"][kept, column]
+        assert np.median(ratios) == pytest.approx(result["arms"]["oelm"][name], rel=1e-3)
 
 
 def test_a_benchmark_names_its_shape(result):

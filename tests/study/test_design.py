@@ -102,6 +102,7 @@ def test_time_is_estimated_from_arithmetic_and_then_from_finished_runs(tmp_path)
 SHAPES = {
     "learned": [],
     "rotary, normalised": ["model.positions=rotary", "model.qk_norm=true"],
+    "narrow queries and keys": ["model.qk_dim=12", "model.bias=true"],
     "relative, with biases, odd widths": [
         "model.positions=relative",
         "model.bias=true",
@@ -156,6 +157,7 @@ def test_counts_by_arithmetic_hold_for_fields_too(words):
         ["method=oelm-oft", "method.block=48"],
         ["model.qk_norm=true", "method.temperature=true"],
         ["model.n_head=64", "model.positions=rotary"],
+        ["model.qk_dim=17"],
     ],
 )
 def test_what_the_model_refuses_arithmetic_does_not_count(words):

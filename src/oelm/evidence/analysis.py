@@ -343,7 +343,8 @@ def _corrected(
 
     An arm may be claimed to be within the margin or beyond it, so both sides count. Holm's adjusted p is below
     1 - confidence exactly when the interval at level 1 - (1 - confidence) * p / adjusted excludes the margin:
-    the verdict is read off that interval. Comparisons without a p still count: they were planned.
+    the verdict is read off that interval. What is not decided has the level of the first that is not: the error rate
+    shared among all that are left. Comparisons without a p still count: they were planned.
     """
     two_sided = {key: 2 * min(p, 1 - p) for key, p in one_sided.items() if p is not None}
     adjusted: dict[tuple[int, str], float | None] = dict.fromkeys(one_sided)
@@ -351,8 +352,10 @@ def _corrected(
     if planned is None or not two_sided:
         return adjusted | two_sided, levels
     values = stats.holm([*two_sided.values(), *[1.0] * (planned - len(two_sided))])
+    error = 1 - confidence
+    left = planned - sum(q < error for q in values)
     for (key, p), q in zip(two_sided.items(), values, strict=False):
         adjusted[key] = q
-        share = p / q if p > 0 else 1 / planned  # p can underflow; the strictest level is safe
-        levels[key] = 1 - (1 - confidence) * share
+        share = 1 / left if q >= error else p / q if p > 0 else 1 / planned  # p can underflow; the strictest is safe
+        levels[key] = 1 - error * share
     return adjusted, levels

@@ -2,7 +2,8 @@
 and the other way round: how their losses compare once both have trained for the same time.
 
 Between the final losses of a study's budgets, in ln D; without budgets along the curves of single runs. Intervals of
-ratios are a bootstrap over paired seeds.
+ratios are t intervals of their logarithm by the jackknife: everything is computed again without each seed in turn. A
+bootstrap of so few seeds would be too narrow (tests/evidence/test_compute.py compares the two).
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from .. import stats
-from ..stats import Interval
+from ..stats import Interval, tidy
 from .analysis import Analysis, Arm, Setting
 from .records import BenchArm, Measured
 
 PARTS = 20  # a training loss is the mean over one of so many parts of the training
-RESAMPLES = 1000
-MOST = 2**20  # numbers in memory at a time, however many seeds there are
 Pair = tuple[Setting, Arm, Arm]  # an arm and its reference
 
 
@@ -32,7 +32,7 @@ class Ratio:
     """To the reference's own. Infinite: more than was ever trained; 0: fewer than the shortest training."""
 
     value: float
-    interval: Interval | None  # None: one seed has none
+    interval: Interval | None  # None: two seeds have none, nor has a bound
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Needed:
 
 
 def by_budgets(analysis: Analysis) -> list[Needed]:
-    """For the reference's loss at each budget; the loss between two budgets is a straight line in ln D.
+    """For the reference's loss at each budget; through the losses at all budgets goes a smooth curve in ln D.
 
     At the longest budget, where a worse arm has not come to the reference's loss, its own loss is taken: the reference
     had it earlier.
@@ -85,7 +85,7 @@ class EqualTime:
 def at_equal_time(analysis: Analysis) -> list[EqualTime]:
     """Every arm whose step was timed in turns, at every budget whose time lies between two budgets of the reference.
 
-    There the reference's loss is a straight line in ln D, seed by seed.
+    There the reference's loss is read off a smooth curve in ln D, seed by seed.
     """
     rows = []
     for pairs in _arms_by_budget(analysis):
@@ -94,19 +94,23 @@ def at_equal_time(analysis: Analysis) -> list[EqualTime]:
             continue
         at = np.log([runs[seeds[0]].steps for runs in theirs])
         losses = np.array([[runs[seed].value for runs in theirs] for seed in seeds])  # (seeds, budgets)
+        reference = smooth(at, losses)
         ids = tuple(runs[seed].id for runs in (*ours, *theirs) for seed in seeds)
         for (setting, arm, _), runs in zip(pairs, ours, strict=True):
             steps = runs[seeds[0]].steps
             ends = [math.log(steps * ratio) for ratio in (clock.ratio, *(clock.interval or ()))]
             if min(ends) < at[0] or max(ends) > at[-1]:
                 continue
-            gaps = [[runs[s].value - np.interp(end, at, line) for s, line in zip(seeds, losses, strict=True)]
-                    for end in ends]  # fmt: skip
+            mine = np.array([runs[seed].value for seed in seeds])
+            gaps = [mine - reference(end) for end in ends]
             found = [stats.seed_spread(gap, confidence=analysis.study.decide.confidence) for gap in gaps]
             bounds = [spread.t for spread in found if spread.t]
-            widest = Interval(min(t.low for t in bounds), max(t.high for t in bounds)) if bounds else None
-            reference = steps * clock.ratio
-            rows.append(EqualTime(setting, arm, clock, reference, found[0].mean, widest, len(seeds), ids))
+            widest = None
+            if bounds:
+                widest = Interval(tidy(min(t.low for t in bounds)), tidy(max(t.high for t in bounds)))
+            rows.append(
+                EqualTime(setting, arm, clock, steps * clock.ratio, tidy(found[0].mean), widest, len(seeds), ids)
+            )
     return rows
 
 
@@ -140,14 +144,15 @@ def _of_arm(pairs: Sequence[Pair], timed: BenchArm | None, confidence: float) ->
     ours, theirs, seeds = _sides(pairs)
     if not seeds:
         return []
-    drawn = _drawn(len(seeds))
+    weights = _weights(len(seeds))
 
-    def means(runs: Sequence[Mapping[int, Measured]]) -> NDArray[np.float64]:  # (resamples, budgets)
-        return np.array([[budget[seed].value for seed in seeds] for budget in runs])[:, drawn].mean(axis=2).T
+    def means(runs: Sequence[Mapping[int, Measured]]) -> NDArray[np.float64]:  # (1 + seeds, budgets)
+        return weights @ np.array([[budget[seed].value for budget in runs] for seed in seeds])
 
     losses, targets = means(ours), means(theirs)
     tokens, reference = ([runs[seeds[0]].tokens for runs in side] for side in (ours, theirs))
-    clock = _clock_ratio(ours, theirs, seeds, drawn) if timed is None else _timed_ratio(timed, len(drawn))
+    clock = _clock_ratio(ours, theirs, seeds) if timed is None else np.array([timed.ratio])
+    clock_error = _log_error(timed) if timed else 0.0
     ids = tuple(runs[seed].id for runs in (*ours, *theirs) for seed in seeds)
     per_token = ours[0][seeds[0]].steps / tokens[0] / (theirs[0][seeds[0]].steps / reference[0])  # steps ÷ reference's
     rows = []
@@ -161,26 +166,45 @@ def _of_arm(pairs: Sequence[Pair], timed: BenchArm | None, confidence: float) ->
             needed, spent = np.full_like(target, tokens[i]), _reached(targets, np.log(reference), target)
         ratio = np.divide(needed, spent, out=np.full_like(target, np.inf), where=spent > 0)
         steps = ratio * per_token
+        ends, n = np.array([least, most]), len(seeds)
         rows.append(Needed(
-            setting, arm, float(target[0]), whose, float(spent[0]), _ratio(ratio, len(seeds), confidence),
-            _ratio(steps, len(seeds), confidence),
-            None if clock is None else _ratio(steps * clock, len(seeds), confidence),
-            None if clock is None else float(clock[0]), least, most, ids,
+            setting, arm, tidy(target[0]), whose, tidy(spent[0]), _ratio(ratio, n, confidence, ends),
+            _ratio(steps, n, confidence, ends * per_token),
+            None if clock is None else _ratio(steps * clock, n, confidence, ends * per_token * clock[0], clock_error),
+            None if clock is None else tidy(clock[0]), least, most, ids,
         ))  # fmt: skip
     return rows
+
+
+def smooth(at: NDArray[np.float64], losses: NDArray[np.float64]) -> Any:
+    """A curve through the losses (..., budgets) that never overshoots: PCHIP.
+
+    Straight lines would lie above it, as losses fall ever more slowly.
+    """
+    from scipy.interpolate import PchipInterpolator  # type: ignore[import-untyped]
+
+    return PchipInterpolator(at, losses, axis=-1)
 
 
 def _reached(
     losses: NDArray[np.float64], at: NDArray[np.float64], target: NDArray[np.float64]
 ) -> NDArray[np.float64]:  # fmt: skip
     """exp(at) where each row of losses first comes to its target; 0: before the first, infinite: never."""
-    found = np.where(losses[:, 0] < target, -np.inf, np.where(losses[:, 0] == target, at[0], np.inf))
-    for i in range(1, len(at)):
-        fall = losses[:, i - 1] - losses[:, i]
-        share = np.divide(losses[:, i - 1] - target, fall, out=np.ones_like(fall), where=fall > 0)
-        here = np.isposinf(found) & (losses[:, i] <= target)
-        found = np.where(here, at[i - 1] + share * (at[i] - at[i - 1]), found)
-    return np.exp(found)
+    from scipy.optimize import brentq  # type: ignore[import-untyped]
+
+    found = []
+    for line, aim in zip(losses, target, strict=True):
+        first = next((i for i, loss in enumerate(line) if loss <= aim), None)
+        if first is None:
+            found.append(math.inf)
+        elif line[first] == aim:
+            found.append(math.exp(at[first]))
+        elif first == 0:
+            found.append(0.0)
+        else:  # between two budgets the curve only falls
+            curve = smooth(at, line)
+            found.append(math.exp(brentq(lambda x, c=curve, y=aim: c(x) - y, at[first - 1], at[first])))
+    return np.array(found)
 
 
 def mean_losses(arm: Arm) -> dict[int, float]:
@@ -209,56 +233,67 @@ def by_curves(arm: Arm, base: Arm, confidence: float) -> tuple[Ratio, Ratio | No
         return None
     if min(ours[seed].curve.size for seed in seeds) < window:
         return Ratio(np.inf, None), None
-    drawn = _drawn(len(seeds))
+    weights = _weights(len(seeds))
 
-    def smooth(runs: Mapping[int, Measured]) -> NDArray[np.float64]:  # (resamples, points)
+    def smoothed(runs: Mapping[int, Measured]) -> NDArray[np.float64]:  # (1 + seeds, points)
         size = min(runs[seed].curve.size for seed in seeds)
-        curves = np.stack([runs[seed].curve[:size] for seed in seeds])
-        parts = np.array_split(drawn, 1 + drawn.shape[0] * curves.size // MOST)
-        means = np.concatenate([curves[part].mean(axis=1) for part in parts])
+        means = weights @ np.stack([runs[seed].curve[:size] for seed in seeds])
         sums = np.pad(means.cumsum(axis=1), ((0, 0), (1, 0)))
         return (sums[:, window:] - sums[:, :-window]) / window
 
-    target = smooth(theirs)[:, -1:]
+    target = smoothed(theirs)[:, -1:]
 
     def reached(losses: NDArray[np.float64]) -> NDArray[np.float64]:  # points until the target is kept; inf: never
         kept = np.logical_and.accumulate((losses <= target)[:, ::-1], axis=1).sum(axis=1)
         return np.where(kept > 0, losses.shape[1] - kept + window, np.inf)
 
-    steps, clock = reached(smooth(ours)) / reached(smooth(theirs)), _clock_ratio([ours], [theirs], seeds, drawn)
-    seconds = None if clock is None else _ratio(steps * clock, len(seeds), confidence)
-    return _ratio(steps, len(seeds), confidence), seconds
+    mine, base_steps, clock = smoothed(ours), reached(smoothed(theirs)), _clock_ratio([ours], [theirs], seeds)
+    steps, n, ends = reached(mine) / base_steps, len(seeds), np.array([1.0, mine.shape[1] + window]) / base_steps[0]
+    seconds = None if clock is None else _ratio(steps * clock, n, confidence, ends * clock[0])
+    return _ratio(steps, n, confidence, ends), seconds
 
 
 def _clock_ratio(
-    ours: Sequence[Mapping[int, Measured]], theirs: Sequence[Mapping[int, Measured]], seeds: Sequence[int],
-    drawn: NDArray[np.int64],
+    ours: Sequence[Mapping[int, Measured]], theirs: Sequence[Mapping[int, Measured]], seeds: Sequence[int]
 ) -> NDArray[np.float64] | None:  # fmt: skip
-    """An arm's step time over the reference's, for each resample of the seeds."""
+    """An arm's step time over the reference's, of all seeds and without each."""
     sides = [[[runs[seed].step_seconds for runs in side] for seed in seeds] for side in (ours, theirs)]
     if any(value is None for side in sides for seed in side for value in seed):
         return None
-    arm, base = (np.array(side, dtype=np.float64).mean(axis=1)[drawn].mean(axis=1) for side in sides)
+    arm, base = (_weights(len(seeds)) @ np.array(side, dtype=np.float64).mean(axis=1) for side in sides)
     return arm / base if base.min() > 0 else None
 
 
-def _timed_ratio(timed: BenchArm, draws: int) -> NDArray[np.float64]:
-    """The same where it was timed in turns: the ratio itself, then draws as its 95 % interval has it."""
+def _log_error(timed: BenchArm) -> float:
+    """Standard error of the logarithm of a ratio that was timed in turns, off its 95 % interval."""
     low, high = timed.interval or (timed.ratio, timed.ratio)
-    drawn = np.random.default_rng(1).normal(timed.ratio, (high - low) / (2 * 1.96), draws)
-    return np.concatenate([[timed.ratio], np.maximum(drawn[1:], 1e-3)])
+    return math.log(high / low) / (2 * 1.96)
 
 
-def _drawn(seeds: int) -> NDArray[np.int64]:
-    """The seeds themselves, then resamples of them."""
-    drawn = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
-    return np.vstack([np.arange(seeds), drawn])
+def _weights(seeds: int) -> NDArray[np.float64]:
+    """Rows that take the mean of all seeds, then the mean without each of them: (1 + seeds, seeds)."""
+    if seeds == 1:
+        return np.ones((1, 1))
+    without = (1 - np.eye(seeds)) / (seeds - 1)
+    return np.vstack([np.full(seeds, 1 / seeds), without])
 
 
-def _ratio(values: NDArray[np.float64], seeds: int, confidence: float) -> Ratio:
-    """The first value, with the quantiles of the others."""
-    if seeds < 2:
-        return Ratio(float(values[0]), None)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(values[1:], [tail, 1 - tail], method="nearest")
-    return Ratio(float(values[0]), Interval(float(low), float(high)))
+def _ratio(
+    values: NDArray[np.float64], seeds: int, confidence: float, ends: NDArray[np.float64], error: float = 0.0
+) -> Ratio:
+    """The first value, with the jackknife's interval from the others; `error`: of its logarithm, from elsewhere.
+
+    Without a seed the value may lie beyond what the budgets show, which is between `ends`; then it counts as that end,
+    and this side of the interval is open.
+    """
+    value, without = tidy(values[0]), values[1:]
+    if seeds < 3 or not 0 < value < math.inf:
+        return Ratio(value, None)
+    below, beyond = without == 0, np.isinf(without)
+    known = np.log(np.select([below, beyond], list(ends), without))
+    spread = math.sqrt((seeds - 1) / seeds * float(((known - known.mean()) ** 2).sum()) + error**2)
+    if spread == 0:
+        return Ratio(value, None)
+    half = float(stdtrit(seeds - 1, (1 + confidence) / 2)) * spread
+    low, high = tidy(value * math.exp(-half)), tidy(value * math.exp(half))
+    return Ratio(value, Interval(0.0 if below.any() else low, math.inf if beyond.any() else high))

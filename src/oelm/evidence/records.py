@@ -25,6 +25,7 @@ from ..study.watch import Seen, diverged
 from ..validation import validation_line
 
 BINS = 100  # points of a stored loss curve
+PHASES = ("forward", "input_gradient", "weight_gradient")  # of a record's FLOPs
 Extra = TypeVar("Extra", bound=BaseModel)  # a file beside the runs
 
 
@@ -46,7 +47,7 @@ class Measured:
     peak_memory: int  # bytes
     trainable: int
     frozen: int
-    ceiling: float  # share of a step's arithmetic that the freeze can save
+    flops: float  # of a training step, per token
     curve: NDArray[np.float64]  # training loss, mean of every `stride` steps
     stride: int
     evals: tuple[tuple[int, float, float], ...]  # (step, validation loss, seconds of training until then)
@@ -245,7 +246,7 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
         step_seconds=None if scheduled else record.timing_stats(metrics).get("median_step"),
         peak_memory=totals["peak_memory"],
         trainable=facts["surgery"]["total"] - frozen, frozen=frozen,
-        ceiling=facts["flops_per_token"]["ceiling"], curve=_thinned(losses, stride), stride=stride,
+        flops=sum(facts["flops_per_token"][phase] for phase in PHASES), curve=_thinned(losses, stride), stride=stride,
         evals=_evaluated(metrics),
         environment=json.dumps(
             facts.get("environment", {}) | {"precision": facts.get("precision", "unknown")}, sort_keys=True

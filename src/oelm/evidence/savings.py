@@ -51,8 +51,7 @@ def savings(analysis: Analysis) -> list[Saving]:
         usual = median_step(base)
         for name, own in runs.items():
             if usual and (seconds := median_step(own)):
-                # The record's ceiling is against the unfrozen model; this study's baseline may be frozen itself.
-                ceiling = 1 - (1 - own[0].ceiling) / (1 - base[0].ceiling)
+                ceiling = 1 - own[0].flops / base[0].flops
                 where, ids = replace(lengths[0], budget=None).title, tuple(run.id for run in (*own, *base))
                 rows.append(Saving(name, where, 1 - seconds / usual, None, ceiling, seconds, ids))
     return rows

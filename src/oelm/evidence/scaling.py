@@ -3,6 +3,11 @@
 gap = a + b ln N + c ln D, and the same with a term for ln N x ln D: gap is the paired difference of losses in nats,
 N the non-embedding parameters of the reference, D the tokens trained on. What cannot be fitted is a sentence that says
 why.
+
+In two steps. First the mean gap at every place (a size and a budget), with the error that seeds leave in it. Then the
+law through these means. No such law is exact: places depart from it by more than seeds explain, and more seeds do not
+make that smaller. So every interval counts the departures (a random-effects meta-regression, with Paule and Mandel's
+estimate of their variance).
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit  # type: ignore[import-untyped]
+from scipy.special import fdtrc, stdtrit  # type: ignore[import-untyped]
 
-from ..stats import Interval
+from ..stats import Interval, tidy
 from .analysis import Analysis, Arm, Setting
 
 Kind = Literal["log-linear", "interaction"]
@@ -37,12 +42,27 @@ class Gap(NamedTuple):
     runs: tuple[str, str]
 
 
+Place = tuple[str, int | None, int]  # the first three of a gap
+
+
 @dataclass(frozen=True)
 class Prediction:
     mean: float  # nats
     confidence: Interval  # of the mean over all seeds
-    interval: Interval  # of the mean over `pairs` new pairs of runs
-    pairs: int
+    interval: Interval  # of one new pair of runs
+
+
+@dataclass(frozen=True)
+class Means:
+    """The mean gap at every place, and what is known of its error."""
+
+    places: tuple[Place, ...]
+    nats: NDArray[np.float64]
+    covariance: NDArray[np.float64]  # of the means, by seeds alone
+    between: float  # variance of what all budgets of one training share
+    within: float  # variance of the rest
+    df: int  # with which seeds tell these variances
+    note: str  # how this departs from the usual model; empty: it does not
 
 
 @dataclass(frozen=True)
@@ -53,11 +73,13 @@ class Fit:
     middle: tuple[float, float]  # ln N, ln D: the means over the gaps
     coefficients: NDArray[np.float64]
     covariance: NDArray[np.float64]
-    between: float  # variance of what all budgets of one training share
-    within: float  # variance of the rest
+    between: float
+    within: float
+    misfit: float | None  # variance of the places about the law, beyond what seeds explain
+    p: float | None  # of such departures if the law were exact; both None: as many coefficients as places show none
     df: int
     confidence: float
-    note: str  # how this fit departs from the usual one; empty: it does not
+    note: str
     runs: tuple[str, ...]
 
     def per_doubling(self, term: str) -> tuple[float, Interval] | None:
@@ -65,24 +87,27 @@ class Fit:
         if term not in self.terms:
             return None
         i, unit = self.terms.index(term), math.log(2) ** {"level": 0, "ND": 2}.get(term, 1)
-        value, half = self.coefficients[i] * unit, self._t * math.sqrt(self.covariance[i, i]) * unit
-        return _tidy(value), Interval(_tidy(value - half), _tidy(value + half))
+        value = self.coefficients[i] * unit
+        return tidy(value), self.around(value, self.covariance[i, i] * unit**2)
 
-    def predict(self, parameters: float | None, tokens: float, pairs: int = 1) -> Prediction:
+    def predict(self, parameters: float | None, tokens: float) -> Prediction:
         row = _design(self.terms, self.middle, [(parameters, tokens)])[0]
-        mean, error = float(row @ self.coefficients), float(row @ self.covariance @ row)
-        half = [self._t * math.sqrt(error + extra) for extra in (0.0, (self.between + self.within) / pairs)]
-        sure, new = (Interval(_tidy(mean - h), _tidy(mean + h)) for h in half)
-        return Prediction(_tidy(mean), sure, new, pairs)
+        mean, error = float(row @ self.coefficients), float(row @ self.covariance @ row) + (self.misfit or 0.0)
+        return Prediction(tidy(mean), self.around(mean, error), self.around(mean, error + self.between + self.within))
+
+    def around(self, value: float, variance: float) -> Interval:
+        half = float(stdtrit(self.df, (1 + self.confidence) / 2)) * math.sqrt(variance)
+        return Interval(tidy(value - half), tidy(value + half))
 
     @property
     def spreads(self) -> tuple[float, float]:
         """Standard deviations between trainings and within them, nats."""
-        return _tidy(math.sqrt(self.between)), _tidy(math.sqrt(self.within))
+        return tidy(math.sqrt(self.between)), tidy(math.sqrt(self.within))
 
     @property
-    def _t(self) -> float:
-        return float(stdtrit(self.df, (1 + self.confidence) / 2))
+    def departure(self) -> float | None:
+        """Standard deviation of the places about the law, nats."""
+        return None if self.misfit is None else tidy(math.sqrt(self.misfit))
 
 
 @dataclass(frozen=True)
@@ -92,18 +117,19 @@ class Miss:
     size: str
     parameters: int | None
     tokens: int
-    observed: float  # mean gap, nats
-    predicted: Prediction
+    observed: float  # mean gap, nats, adjusted for seeds that are missing there
+    predicted: float
+    interval: Interval  # in which such a mean lies
     runs: tuple[str, ...]
 
     @property
     def nats(self) -> float:
-        return self.observed - self.predicted.mean
+        return self.observed - self.predicted
 
     @property
     def surprising(self) -> bool:
-        """Beyond what seeds explain, at the study's confidence."""
-        low, high = self.predicted.interval
+        """Beyond what seeds and the departures of the other places explain, at the study's confidence."""
+        low, high = self.interval
         return not low <= self.observed <= high
 
 
@@ -117,7 +143,7 @@ class Scaling:
     gaps: tuple[Gap, ...]
     fits: dict[Kind, Fit | str]
     held_out: dict[Axis, dict[Kind, list[Miss] | str]]
-    target: dict[Kind, Prediction | str]  # one new pair of runs there; empty: the study names no target
+    target: dict[Kind, Prediction | str]  # empty: the study names no target
 
     @property
     def surprised(self) -> list[Kind]:
@@ -160,11 +186,6 @@ def _gaps(analysis: Analysis, setting: Setting, arm: Arm) -> Iterable[Gap]:
 
 
 def fit(gaps: Sequence[Gap], kind: Kind, confidence: float = 0.95) -> Fit | str:
-    """A mixed model: the budgets of one training (a seed at a size) share what sets it apart from others.
-
-    Where no training has several budgets, the seed itself is the random effect; where no seed has several sizes either,
-    all gaps are independent, and least squares is the right fit.
-    """
     if len({gap.size for gap in gaps}) > 1 and any(gap.parameters is None for gap in gaps):
         return "non-embedding parameters are known for our own GPT alone, so sizes cannot be put on an axis"
     sizes, budgets = ({getattr(gap, name) for gap in gaps} for name in ("parameters", "tokens"))
@@ -179,56 +200,100 @@ def fit(gaps: Sequence[Gap], kind: Kind, confidence: float = 0.95) -> Fit | str:
         float(np.mean([math.log(gap.parameters or 1) for gap in gaps])),
         float(np.mean([math.log(gap.tokens) for gap in gaps])),
     )
-    x, y = _design(terms, middle, [gap[1:3] for gap in gaps]), np.array([gap.nats for gap in gaps])
-    places = len({gap[:3] for gap in gaps})
+    places = tuple(dict.fromkeys(gap[:3] for gap in gaps))
+    x = _design(terms, middle, [place[1:] for place in places])
     if np.linalg.matrix_rank(x) < len(terms):
-        return f"{places} pairs of size and budget do not suffice to tell {len(terms)} coefficients apart"
-    groups, between = _groups(gaps, terms)
-    df = len(set(groups)) - between
-    if df < 1:
-        return f"too few seeds: {len(set(groups))} trainings for {between} coefficients that differ between them"
-    if np.ptp(y) <= 1e-12 * np.abs(y).max():
-        return "all gaps are equal; check that the seeds are different runs"
+        return f"{len(places)} pairs of size and budget do not suffice to tell {len(terms)} coefficients apart"
+    means = mean_gaps(gaps)
+    if isinstance(means, str):
+        return means
+    spare, misfit, p = len(places) - len(terms), None, None
+    if spare:
+        misfit = _misfit(means.nats, x, means.covariance)
+        p = tidy(float(fdtrc(spare, means.df, _departure(means.nats, x, means.covariance) / spare)))
+    found = _gls(means.nats, x, means.covariance + (misfit or 0.0) * np.eye(len(places)))
     runs = tuple(dict.fromkeys(run for gap in gaps for run in gap.runs))
+    df, spread = min(means.df, spare or means.df), (means.between, means.within)
+    return Fit(terms, middle, *found, *spread, misfit, p, df, confidence, means.note, runs)
+
+
+def mean_gaps(gaps: Sequence[Gap]) -> Means | str:
+    """A mixed model: the budgets of one training (a seed at a size) share what sets it apart from others.
+
+    Where no training has several budgets, the seed itself is the random effect; where no seed has several sizes either,
+    all gaps are independent.
+    """
+    places = tuple(dict.fromkeys(gap[:3] for gap in gaps))
+    y, x = (
+        np.array([gap.nats for gap in gaps]),
+        np.array([[gap[:3] == place for place in places] for gap in gaps], float),
+    )
+    groups, df = _groups(gaps, len(places))
+    if df < 1:
+        return f"too few seeds: {len(gaps)} pairs at {len(places)} places do not tell how seeds differ"
     labels = [list(dict.fromkeys(groups)).index(group) for group in groups]
     independent = len(set(groups)) == len(gaps)
     shared, note = 0.0 if independent else _shared(y, x, labels), ""
     if independent:
-        note = "every seed has one run, so its own effect cannot be told apart: least squares"
+        note = "every seed has one run, so its own effect cannot be told apart"
     elif shared is None:
-        note = "the mixed model did not converge: least squares, errors clustered by training"
-    return Fit(terms, middle, *_solve(y, x, labels, shared), df, confidence, note, runs)
+        note = "the mixed model did not converge: runs taken as independent"
+    found = _solve(y, x, labels, shared or 0.0)
+    if found[-1] <= 1e-9 * float(np.mean(y**2)):
+        return "runs of different seeds repeat each other; check that they are different runs"
+    return Means(places, *found, df, note)
 
 
 def hold_out(gaps: Sequence[Gap], axis: Axis, kind: Kind, confidence: float = 0.95) -> list[Miss] | str:
     """The largest size, or the largest budget, predicted from the rest."""
 
-    def place(gap: Gap) -> float:
-        return (gap.parameters or 0) if axis == "size" else gap.tokens
+    def at(place: Place) -> float:
+        return (place[1] or 0) if axis == "size" else place[2]
 
-    top = max(map(place, gaps))
-    rest = [gap for gap in gaps if place(gap) < top]
-    if len({place(gap) for gap in rest}) < 2:
+    top = max(at(gap[:3]) for gap in gaps)
+    rest, out = ([gap for gap in gaps if (at(gap[:3]) == top) is held] for held in (False, True))
+    if len({at(gap[:3]) for gap in rest}) < 2:
         return f"needs three {axis}s: two to fit, and a third to predict"
     fitted = fit(rest, kind, confidence)
     if isinstance(fitted, str):
         return f"without the largest {axis}: {fitted}"
-    out = [gap for gap in gaps if place(gap) == top]
     if why := next((why for gap in out if (why := _unseen(fitted, rest, gap.parameters, gap.tokens))), ""):
         return f"without the largest {axis}: {why}"
+    # What is held out shares its trainings with what was seen, so the errors of both go together.
+    means, seen = mean_gaps(gaps), mean_gaps(rest)
+    assert isinstance(means, Means)
+    assert isinstance(seen, Means)
+    held = np.array([at(place) == top for place in means.places])
+    x = _design(fitted.terms, fitted.middle, [place[1:] for place in means.places])
+    departing = (fitted.misfit or 0.0) * np.eye(len(held))
+    error = means.covariance + departing
+    weights = _weights(fitted, x[~held], seen.covariance + departing[~held][:, ~held])
     misses = []
-    for key in dict.fromkeys(gap[:3] for gap in out):
-        here = [gap for gap in out if gap[:3] == key]
-        runs = tuple(run for gap in here for run in gap.runs)
-        mean = float(np.mean([gap.nats for gap in here]))
-        misses.append(Miss(*key, mean, fitted.predict(*key[1:], pairs=len(here)), (*fitted.runs, *runs)))
+    for i in np.flatnonzero(held):
+        place, toward = means.places[i], x[i] @ weights
+        mean = float(x[i] @ fitted.coefficients)
+        variance = error[i, i] + toward @ error[~held][:, ~held] @ toward - 2 * toward @ error[~held][:, i]
+        runs = (*fitted.runs, *(run for gap in out if gap[:3] == place for run in gap.runs))
+        misses.append(Miss(*place, tidy(means.nats[i]), tidy(mean), fitted.around(mean, float(variance)), runs))
     return misses
+
+
+def _weights(fitted: Fit, x: NDArray[np.float64], error: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The coefficients of a fit are these sums of the means that it has seen."""
+    return fitted.covariance @ np.linalg.solve(error, x).T
 
 
 def _at(fitted: Fit | str, gaps: Sequence[Gap], parameters: float, tokens: float) -> Prediction | str:
     if isinstance(fitted, str):
         return fitted
-    return _unseen(fitted, gaps, parameters, tokens) or fitted.predict(parameters, tokens)
+    if why := _unseen(fitted, gaps, parameters, tokens):
+        return why
+    for term, what, name in (("N", "sizes", "parameters"), ("D", "lengths", "tokens")):
+        if term in fitted.terms and len({getattr(gap, name) for gap in gaps}) < 3:
+            return f"two {what} allow a line and no test of it; a third is needed"
+    if fitted.misfit is None:
+        return "as many coefficients as places, so nothing shows how far places depart from the law"
+    return fitted.predict(parameters, tokens)
 
 
 def _unseen(fitted: Fit, gaps: Sequence[Gap], parameters: float | None, tokens: float) -> str:
@@ -253,13 +318,15 @@ def _design(
     return np.column_stack([columns[term] for term in terms])
 
 
-def _groups(gaps: Sequence[Gap], terms: Sequence[str]) -> tuple[list[Hashable], int]:
-    """What each gap shares with others, and how many coefficients only differ between such groups."""
+def _groups(gaps: Sequence[Gap], places: int) -> tuple[list[Hashable], int]:
+    """What each gap shares with others, and with how many degrees of freedom such groups tell how seeds differ."""
     trainings: list[Hashable] = [(gap.size, gap.seed) for gap in gaps]
     if max(Counter(trainings).values()) > 1:
-        return trainings, 1 + ("N" in terms)
+        return trainings, len(set(trainings)) - len({gap.size for gap in gaps})
     seeds: list[Hashable] = [gap.seed for gap in gaps]
-    return (seeds, 1) if max(Counter(seeds).values()) > 1 else (trainings, len(terms))
+    if max(Counter(seeds).values()) > 1:
+        return seeds, len(set(seeds)) - 1
+    return trainings, len(gaps) - places
 
 
 Solved = tuple[NDArray[np.float64], NDArray[np.float64], float, float]  # coefficients, covariance, two variances
@@ -284,18 +351,36 @@ def _shared(y: NDArray[np.float64], x: NDArray[np.float64], labels: Sequence[int
     return round(float(f"{ratio:.3g}"), 6) if found.converged and math.isfinite(ratio) else None
 
 
-def _solve(y: NDArray[np.float64], x: NDArray[np.float64], labels: Sequence[int], shared: float | None) -> Solved:
-    """Least squares, generalized to gaps that share an effect; where its size is not known, with clustered errors."""
-    from statsmodels.regression.linear_model import GLS, OLS  # type: ignore[import-untyped]
+def _solve(y: NDArray[np.float64], x: NDArray[np.float64], labels: Sequence[int], shared: float) -> Solved:
+    """Least squares, generalized to gaps that share an effect."""
+    from statsmodels.regression.linear_model import GLS  # type: ignore[import-untyped]
 
-    if shared is None:
-        found = OLS(y, x).fit()
-        clustered = OLS(y, x).fit(cov_type="cluster", cov_kwds={"groups": np.array(labels)})
-        return found.params, np.asarray(clustered.cov_params()), 0.0, float(found.mse_resid)
     found = GLS(y, x, sigma=np.eye(len(y)) + shared * np.equal.outer(labels, labels)).fit()
     return found.params, np.asarray(found.cov_params()), float(shared * found.scale), float(found.scale)
 
 
-def _tidy(value: float) -> float:
-    """Ten digits: the last ones of linear algebra differ between processors, and pages are compared digit by digit."""
-    return float(f"{value:.10g}")
+def _gls(
+    y: NDArray[np.float64], x: NDArray[np.float64], error: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Coefficients and their covariance, where that of y is known."""
+    covariance = np.linalg.inv(x.T @ np.linalg.solve(error, x))
+    return covariance @ x.T @ np.linalg.solve(error, y), covariance
+
+
+def _departure(y: NDArray[np.float64], x: NDArray[np.float64], error: NDArray[np.float64]) -> float:
+    """The squared distance of y from the law, in units of its error."""
+    rest = y - x @ _gls(y, x, error)[0]
+    return float(rest @ np.linalg.solve(error, rest))
+
+
+def _misfit(y: NDArray[np.float64], x: NDArray[np.float64], error: NDArray[np.float64]) -> float:
+    """The variance that, added to the error of every mean, makes the law as good as it has to be (Paule, Mandel)."""
+    from scipy.optimize import brentq  # type: ignore[import-untyped]
+
+    spare, one = len(y) - x.shape[1], np.eye(len(y))
+    if _departure(y, x, error) <= spare:
+        return 0.0
+    rest = y - x @ np.linalg.lstsq(x, y)[0]
+    most = 2 * float(rest @ rest) / spare  # twice what it would be without any error
+    found = brentq(lambda extra: _departure(y, x, error + extra * one) - spare, 0, most, xtol=1e-10 * most)
+    return float(f"{found:.4g}")

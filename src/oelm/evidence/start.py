@@ -26,6 +26,7 @@ def start_of(config: RunConfig) -> str:
             start = "random weights with std 1/sqrt(width)" if std == "width" else f"random weights with std {std:g}"
         parts.append(f"{start}, {state}")
     said = parts[0] if parts[0] == parts[1] else f"queries {parts[0]}; keys {parts[1]}"
+    said += f", {config.model.qk_dim} for each head (qk_dim)" if config.model.qk_dim else ""
     return f"{said}, normalised (qk_norm)" if config.model.qk_norm else said
 
 

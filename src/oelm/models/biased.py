@@ -7,7 +7,7 @@ gradient from the strips as they pass. One head after another: what a strip need
 On a GPU, in a layer that torch.compile has compiled, FlexAttention makes a kernel of its own that looks the bias up by
 distance, so that no (H, T, T) tensor is ever made, forward or backward.
 
-Shapes: B batch   H heads   T tokens   D head_dim
+Shapes: B batch   H heads   T tokens   D head_dim (of q and k it may be smaller)
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Strips(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         ctx.scale = q.shape[3] ** -0.5
-        y, shares = _like(q), []
+        y, shares = _like(v), []
         for h in range(q.shape[1]):
             for a, b in _strips(q.shape[2]):
                 logits = torch.baddbmm(bias[h, a:b, :b], q[:, h, a:b], k[:, h, :b].mT, alpha=ctx.scale)
@@ -87,14 +87,14 @@ class _Strips(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         q, k, v, y, *shares = ctx.saved_tensors
-        batch, heads, tokens, size = q.shape
+        heads, tokens = q.shape[1:3]
         # A row of shares sums to one, so their gradient's mean over it is dy.y: known before any of them is.
         mean = (dy * y).sum(-1, keepdim=True)  # (B, H, T, 1)
         dq, dk, dv = _like(q), _like(k), _like(v)
         dbias = q.new_zeros(heads, tokens, tokens)
         remaining = iter(shares)
         for h in range(heads):
-            dk_h, dv_h = q.new_zeros(2, batch, tokens, size)  # (B, T, D) each
+            dk_h, dv_h = torch.zeros_like(k[:, h]), torch.zeros_like(v[:, h])  # (B, T, D) each
             for a, b in _strips(tokens):
                 share, strip = next(remaining), dy[:, h, a:b]
                 dlogits = torch.baddbmm(mean[:, h, a:b], strip, v[:, h, :b].mT, beta=-1).mul_(share)  # (B, b - a, b)

@@ -42,27 +42,35 @@ def gpt_counts(model: ModelConfig, vocab_size: int, method: OelmConfig) -> Count
         return None
     layers, heads, width, context = (shape[key] for key in ("n_layer", "n_head", "d_model", "context"))
     inner, bias, positions = shape.get("d_ff", 4 * width), shape.get("bias", False), shape.get("positions", "learned")
-    square = width * width
-    norm = width * (1 + bias)
-    block = 4 * square + 2 * width * inner + 2 * norm + bias * (5 * width + inner)
-    block += 2 * (width // heads) if shape.get("qk_norm") else 0
+    size = shape.get("qk_dim", width // heads)
+    rows, norm = heads * size, width * (1 + bias)
+    weights = (
+        2 * rows * width + 2 * width * width + 2 * width * inner
+    )  # q and k, v and the output, the feed-forward part
+    block = weights + 2 * norm + bias * (2 * rows + 3 * width + inner)
+    block += 2 * size if shape.get("qk_norm") else 0
     places = {"learned": context * width, "relative": context * width + BUCKETS * heads, "rotary": 0}[positions]
     total = trainable = layers * block + norm + shape["vocab_size"] * width + places
     changed = _layers_changed(method, layers)
-    if not changed or (positions == "rotary" and width // heads % 2) or (method.temperature and shape.get("qk_norm")):
+    if (
+        not changed
+        or size > width // heads
+        or (positions == "rotary" and size % 2)
+        or (method.temperature and shape.get("qk_norm"))
+    ):
         return None
-    products = weight_gradient = layers * (4 * square + 2 * width * inner) + shape["vocab_size"] * width
+    products = weight_gradient = layers * weights + shape["vocab_size"] * width
     for role in (role for role in ROLES if role in method.freeze):
         kind = method.role("init", role)
         if kind not in (*DENSE, "identity"):
             return None
         gains = method.gains_on(role)
         parts, multiplied = width * gains + heads * (method.temperature and role == "q"), 0
-        if method.correction == "lora" and (rank := method.rank_of(width // heads)) < width:
-            multiplied = 2 * rank * width
+        if method.correction == "lora" and (rank := method.rank_of(size)) < rows:
+            multiplied = rank * (width + rows)
             parts += multiplied
         elif method.correction == "blocks":
-            multiplied = width * (width // heads) * (role == "k")
+            multiplied = rows * size * (role == "k")
             parts += multiplied
         elif method.correction == "oft" and width % method.block == 0:
             multiplied = width * method.block
@@ -70,10 +78,10 @@ def gpt_counts(model: ModelConfig, vocab_size: int, method: OelmConfig) -> Count
         elif method.correction is not None:
             return None
         total += changed * parts
-        trainable += changed * (parts - square - bias * width)
-        products += changed * (multiplied - square * (kind == "identity"))
-        weight_gradient += changed * (multiplied - square)
-    scores = 4 * layers * width * context
+        trainable += changed * (parts - rows * width - bias * rows)
+        products += changed * (multiplied - rows * width * (kind == "identity"))
+        weight_gradient += changed * (multiplied - rows * width)
+    scores = 2 * layers * (rows + width) * context
     forward = 2 * products + scores
     return Counts(
         total, trainable, float(forward), float(forward + 2 * products + 2 * scores + 2 * weight_gradient), context,

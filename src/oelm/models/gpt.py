@@ -1,6 +1,7 @@
 """Our GPT in one sitting: GPT-2's arithmetic with separate q, k, v projections, as a Hugging Face model.
 
 Shapes: B batch   T new tokens   S attended tokens (cache + T)   C d_model   H heads   D head_dim   V vocab
+        (D of queries and keys is qk_dim, and the C that they come from H x qk_dim)
 """
 
 import math
@@ -53,6 +54,7 @@ class GPTConfig(PreTrainedConfig):
     bias: bool = False  # of the linear layers and of the layer norms
     positions: str = "learned"
     qk_norm: bool = False
+    qk_dim: int = None  # type: ignore[assignment]  # of a head's queries and keys; None: as its values, d_model / n_head
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -69,10 +71,16 @@ class GPTConfig(PreTrainedConfig):
                 raise ValueError(f"{field}: must be a positive integer, got {value!r}")
         if self.d_model % self.n_head:
             raise ValueError(f"n_head: {self.n_head} heads do not divide d_model={self.d_model}")
+        size = self.d_model // self.n_head
+        if self.qk_dim is None:
+            self.qk_dim = size
+        if not isinstance(self.qk_dim, int) or not 0 < self.qk_dim <= size:
+            raise ValueError(f"qk_dim: must be a whole number up to the size of a head's values, {size}")
         if self.positions not in POSITIONS:
             raise ValueError(f"positions: no kind {self.positions!r}; choose one of {', '.join(POSITIONS)}")
-        if self.positions == "rotary" and (self.d_model // self.n_head) % 2:
-            raise ValueError(f"n_head: rotary needs an even head size, not {self.d_model // self.n_head}")
+        if self.positions == "rotary" and self.qk_dim % 2:
+            wrong = "n_head" if self.qk_dim == size else "qk_dim"
+            raise ValueError(f"{wrong}: rotary needs an even head size, not {self.qk_dim}")
 
 
 def rotary_angles(position_ids: Tensor, head_dim: int) -> Rotary:
@@ -116,16 +124,17 @@ class GPTAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer_idx: int) -> None:
         super().__init__()
         d, self.layer_idx = config.d_model, layer_idx
-        self.num_heads, self.head_dim = config.n_head, config.d_model // config.n_head
-        self.q_proj = nn.Linear(d, d, bias=config.bias)
-        self.k_proj = nn.Linear(d, d, bias=config.bias)
+        self.num_heads, self.head_dim = config.n_head, config.qk_dim
+        self.value_rows = d  # for who counts: queries and keys may have fewer
+        self.q_proj = nn.Linear(d, self.num_heads * self.head_dim, bias=config.bias)
+        self.k_proj = nn.Linear(d, self.num_heads * self.head_dim, bias=config.bias)
         self.v_proj = nn.Linear(d, d, bias=config.bias)
         self.o_proj = ResidualLinear(d, d, bias=config.bias)
         self.q_norm = HeadRMSNorm(self.head_dim, eps=1e-6) if config.qk_norm else nn.Identity()
         self.k_norm = HeadRMSNorm(self.head_dim, eps=1e-6) if config.qk_norm else nn.Identity()
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
 
     def forward(
         self, x: Tensor, mask: Tensor | ByDistance | None, rotary: Rotary | None, cache: Cache | None
@@ -144,8 +153,12 @@ class GPTAttention(nn.Module):
             y = biased_attention(q, k, v, mask)  # (B, H, T, D)
         else:
             # No mask and one query means a token that may look at the whole cache.
-            is_causal = mask is None and q.shape[2] > 1
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)  # (B, H, T, D)
+            is_causal, scale, less = mask is None and q.shape[2] > 1, None, v.shape[3] - q.shape[3]
+            if less and q.device.type != "cuda":  # their fast kernels want one size for all, so zeros take part
+                q, k, scale = F.pad(q, (0, less)), F.pad(k, (0, less)), q.shape[3] ** -0.5
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale
+            )  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).reshape(x.shape))  # (B, T, C)
 
 
@@ -243,7 +256,7 @@ class GPT(PreTrainedModel, GenerationMixin):
         x = self.wte(input_ids)  # (B, T, C)
         rotary = None
         if self.config.positions == "rotary":
-            rotary = rotary_angles(position_ids, self.config.d_model // self.config.n_head)
+            rotary = rotary_angles(position_ids, self.config.qk_dim)
         else:
             x = x + self.wpe(position_ids)
         mask = self._attention_mask(x, attention_mask, position_ids, past_key_values, past)
@@ -287,7 +300,7 @@ class GPT(PreTrainedModel, GenerationMixin):
             distances = torch.arange(x.shape[1], device=x.device)
             by_distance = self.relative_bias(distance_buckets(distances)).T  # (H, T)
             is_compiled = self.blocks[0]._compiled_call_impl is not None
-            if is_compiled and flex_fits(x.device, self.config.d_model // self.config.n_head):
+            if is_compiled and flex_fits(x.device, self.config.qk_dim):
                 # A copy: to a view FlexAttention gives no gradient, and says nothing (torch 2.13).
                 table = by_distance.clone(memory_format=torch.contiguous_format)
                 return ByDistance(table, causal_blocks(x.shape[1], x.device))

@@ -129,7 +129,8 @@ def difference_table(analysis: Analysis) -> Table | None:
         ))  # fmt: skip
     if not rows:
         return None
-    unit = "nats of validation loss; positive is worse" if loss else "points of accuracy; negative is worse"
+    split = "test" if analysis.study.decide.split == "test" else "validation"
+    unit = f"nats of {split} loss; positive is worse" if loss else "points of accuracy; negative is worse"
     percent = f"{analysis.study.decide.confidence:.0%}"
     columns = (
         ("Arm", ""), ("Pairs", "seeds finished in both arms"), ("Mean", f"arm − reference, {unit}"),

@@ -11,7 +11,7 @@ from ..evidence.compute import Needed, Ratio
 from ..evidence.scaling import KINDS, Axis, Fit, Miss, Prediction, Scaling
 from ..stats import Interval
 from .details import published_of
-from .elements import EMPTY, Cell, Number, Piece, Table, count_text, interval
+from .elements import EMPTY, Cell, Number, Piece, Table, count_text, interval, p_text
 from .tables import arm_cell, number_key
 
 NAMES = {"log-linear": "log-linear", "interaction": "with interaction"}
@@ -80,28 +80,37 @@ def _fit_table(analysis: Analysis, found: list[Scaling]) -> Table:
         for kind, fit in law.fits.items():
             name, key = arm_cell(analysis, law.arm, law.corpus, NAMES[kind]), f"law.{law.corpus}.{law.arm}.{kind}"
             if isinstance(fit, str):
-                rows.append((name, *[EMPTY] * 5, Cell((f"no fit: {fit}",), tone="quiet")))
+                rows.append((name, *[EMPTY] * 6, Cell((f"no fit: {fit}",), tone="quiet")))
                 continue
-            spreads = zip(("between", "within"), fit.spreads, strict=True)
+            between, within = (
+                Number(f"{key}.{part}", v, f"{v:.4f}", fit.runs)
+                for part, v in zip(("between", "within"), fit.spreads, strict=True)
+            )  # fmt: skip
+            departure = EMPTY
+            if fit.departure is not None and fit.p is not None:
+                departure = Cell((Number(f"{key}.departure", fit.departure, f"{fit.departure:.4f}", fit.runs),),
+                                 ("p ", Number(f"{key}.form", fit.p, p_text(fit.p), fit.runs)))  # fmt: skip
             rows.append((
                 name,
                 _coefficient(fit, "level", key, _middle(fit, key)),
                 *(_coefficient(fit, term, key) for term in ("N", "D", "ND")),
-                Cell(tuple(_joined([
-                    Number(f"{key}.{part}", v, f"{v:.4f}", fit.runs) for part, v in spreads
-                ], " and "))),
+                Cell((between, " and ", within)),
+                departure,
                 Cell((fit.note,), tone="quiet"),
             ))  # fmt: skip
     columns = (
         ("Arm", "the fit below"), ("Gap in the middle", "nats; the middle of the study's sizes and lengths below"),
         ("Twice the parameters", "change of the gap, nats"), ("Twice the tokens", "change of the gap, nats"),
         ("Both", "what doubling both adds to the sum of the two"),
-        ("Spread", "standard deviation between trainings (a seed at a size), and within them"), ("", ""),
+        ("Spread", "of seeds: standard deviation between trainings (a seed at a size), and within them"),
+        ("Departure", "standard deviation of the places (a size and a length) about the law, beyond what seeds "
+                      "explain; p: of such departures if the law were exact"), ("", ""),
     )  # fmt: skip
     percent = f"{analysis.study.decide.confidence:.0%}"
     note = (
-        "gap = a + b ln N + c ln D, and the same with a term for ln N × ln D: a mixed model in which the budgets of "
-        f"one training share an effect of their own. In brackets: {percent} t intervals."
+        "gap = a + b ln N + c ln D, and the same with a term for ln N × ln D, through the mean gaps of all places: a "
+        "mixed model in which the budgets of one training share an effect of their own and places depart from the law. "
+        f"In brackets: {percent} t intervals, which count these departures."
     )
     return Table("laws", "How the cost changes with size and length", columns, tuple(rows), note)
 
@@ -124,17 +133,13 @@ def _middle(fit: Fit, key: str) -> tuple[Piece, ...]:
     return (" at ", *said[0], *(piece for more in said[1:] for piece in (", ", *more)))
 
 
-def _joined(pieces: list[Number], word: str) -> Iterable[Piece]:
-    for i, piece in enumerate(pieces):
-        yield from (word, piece) if i else (piece,)
-
-
 def _miss_table(analysis: Analysis, found: list[Scaling]) -> Table:
     rows = [row for law in found for axis in law.held_out for row in _miss_rows(analysis, law, axis)]
     columns = (
-        ("Arm", ""), ("Held out", "what the fit had not seen"), ("Observed", "mean gap there, nats"),
+        ("Arm", ""), ("Held out", "what the fit had not seen"),
+        ("Observed", "mean gap there, nats, adjusted for missing seeds"),
         *((heading, meaning) for kind in KINDS for heading, meaning in (
-            (f"Predicted, {NAMES[kind]}", "from the rest, nats, with the interval in which so many new pairs lie"),
+            (f"Predicted, {NAMES[kind]}", "from the rest, nats, with the interval in which such a mean lies"),
             ("Missed by", "observed − predicted, nats; as a ratio of perplexities below; ✕: outside the interval"),
         )),
     )  # fmt: skip
@@ -165,11 +170,11 @@ def _miss_rows(analysis: Analysis, law: Scaling, axis: Axis) -> Iterable[tuple[C
 
 
 def _miss_cells(miss: Miss, key: str) -> list[Cell]:
-    p, ratio = miss.predicted, math.exp(miss.nats)
+    ratio = math.exp(miss.nats)
     mark = "✕ " if miss.surprising else ""
     return [
-        Cell((Number(f"{key}.predicted", p.mean, f"{p.mean:+.4f}", miss.runs),),
-             interval(f"{key}.predicted", p.interval, "+.4f", miss.runs)),
+        Cell((Number(f"{key}.predicted", miss.predicted, f"{miss.predicted:+.4f}", miss.runs),),
+             interval(f"{key}.predicted", miss.interval, "+.4f", miss.runs)),
         Cell((mark, Number(f"{key}.miss", miss.nats, f"{miss.nats:+.4f}", miss.runs)),
              ("× ", Number(f"{key}.ratio", ratio, f"{ratio:.3f}", miss.runs)),
              tone="inferior" if miss.surprising else ""),
@@ -237,14 +242,14 @@ def compute_table(analysis: Analysis, needed: list[Needed]) -> Table | None:
         ("Arm", ""), ("Target", "a loss, nats; below, whose at this budget"),
         ("Steps", "that the arm needs for it; how many more than the reference below"),
         ("Tokens", "the same in tokens"),
-        ("÷ reference's", "tokens needed, with a bootstrap interval over paired seeds"),
+        ("÷ reference's", "tokens needed, with a t interval over paired seeds, of its logarithm"),
         ("Time ÷ reference's", "the same in seconds, by steps that were timed in turns (bench.json); without such, at "
                                "the runs' own median step times, which separate processes on a shared machine had"),
     )  # fmt: skip
     note = (
-        "The loss between two budgets is taken as a straight line in ln D, each budget trained and decayed to its end. "
+        "The loss between budgets is read off a smooth curve in ln D, each budget trained and decayed to its end. "
         "> and <: beyond what the budgets show; nothing is extrapolated, so at its longest budget a worse arm's own "
-        "loss is taken, which the reference had earlier. A bootstrap of few seeds is too narrow."
+        "loss is taken, which the reference had earlier. Two seeds have no interval."
     )
     return Table("compute", "The cost in compute", columns, rows, note) if rows else None
 

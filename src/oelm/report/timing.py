@@ -67,7 +67,7 @@ def equal_time_table(analysis: Analysis) -> Table | None:
         ("At equal time", "the same, the reference after as many seconds as the arm has had"),
     )  # fmt: skip
     note = (
-        "Between two of its budgets the reference's loss is taken as a straight line in ln D, seed by seed. The "
+        "Between its budgets the reference's loss is read off a smooth curve in ln D, seed by seed. The "
         "interval is a t interval over paired seeds, the widest over the interval of the step times. No row where the "
         "time lies outside the reference's budgets: nothing is extrapolated. Not corrected for the number of rows."
     )
@@ -88,7 +88,7 @@ def baseline_time_table(analysis: Analysis) -> Table | None:
         ("÷ reference's", "training time against the reference's own"),
         ("Steps by training loss", "÷ the reference's: until the training loss, mean over seeds and over a twentieth "
                                    "of the steps, stays at or below the reference's at its end; the interval is a "
-                                   "bootstrap over paired seeds"),
+                                   "t interval over paired seeds, of its logarithm"),
         ("Time by training loss", "÷ the reference's: these steps, at the runs' own median step times"),
     )  # fmt: skip
     note = (

@@ -139,7 +139,7 @@ def _compute(analysis: Analysis, rows: Sequence[Needed]) -> Figure:
     corpus = rows[0].setting.corpus
     shapes = ", ".join(f"{MARKS[mark]} {size}" for size, mark in marks.items() if size)
     caption = (
-        "Tokens that an arm needs for the loss that the reference has after so many, with a bootstrap interval over "
+        "Tokens that an arm needs for the loss that the reference has after so many, with a t interval over "
         f"paired seeds. Hollow: beyond the budgets that were run.{' Marks: ' if shapes else ''}{shapes}"
     )
     data = [

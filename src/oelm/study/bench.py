@@ -134,6 +134,7 @@ def bench_step(
     return {
         "shape": shape, "blocks": len(found.turns), "steps_per_block": steps, "reference": reference,
         "until": until, "reached": found.reached, "thrown_out": found.thrown_out, "yardstick_seconds": found.yardstick,
+        "turns": {name: found.times(name) for name in contenders},
         "matmul_peak_flops": peak, "datasheet_flops": datasheet_peak(accelerator.device, precision), "idle_share": idle,
         "environment": environment(accelerator.device), "arms": results,
     }  # fmt: skip

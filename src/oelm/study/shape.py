@@ -12,7 +12,7 @@ from .plan import Group, StudyConfig, comparison_runs, search_runs
 CHANGES = "changes what is frozen while it trains, so no one step time is its own"
 # Fields of our GPT that decide how long a step takes, and what they are where a preset does not say.
 FIELDS = {"n_layer": None, "n_head": None, "d_model": None, "d_ff": None, "positions": "learned", "qk_norm": False,
-          "bias": False}  # fmt: skip
+          "qk_dim": None, "bias": False}  # fmt: skip
 
 
 def arms_of(config: RunConfig, arms: Sequence[str]) -> dict[str, RunConfig]:
@@ -95,4 +95,5 @@ def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
     if model.get("name", "small") not in PRESETS:
         return {"name": model["name"]}
     whole = FIELDS | PRESETS.get(model.get("name", ""), {}) | dict(model)
-    return {key: whole[key] for key in FIELDS} | {"d_ff": whole["d_ff"] or 4 * whole["d_model"]}
+    unsaid = {"d_ff": 4 * whole["d_model"], "qk_dim": whole["d_model"] // whole["n_head"]}
+    return {key: whole[key] if whole[key] is not None else unsaid.get(key) for key in FIELDS}
