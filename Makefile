@@ -31,7 +31,7 @@ test: setup lint ## lint, types and the quick tests
 	$(TEST) -m "not slow and not sweep and not faults"
 
 test-all: setup lint ## the same with the heavy proofs (killed processes, DDP, torch.compile)
-	$(TEST) -m "not sweep"
+	$(TEST) -m "not sweep" --durations=30 --durations-min=8
 
 sweep: setup ## every model class of transformers, built tiny and operated on (an hour); counts go to docs/sweep.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/sweep:tests $(PY) tests/sweep/table.py -o docs/sweep.md
