@@ -69,7 +69,9 @@ def equal_time_table(analysis: Analysis) -> Table | None:
     note = (
         "Between its budgets the reference's loss is read off a smooth curve in ln D, seed by seed. The "
         "interval is a t interval over paired seeds, the widest over the interval of the step times. No row where the "
-        "time lies outside the reference's budgets: nothing is extrapolated. Not corrected for the number of rows."
+        "time lies outside the reference's budgets: nothing is extrapolated. With two budgets alone the curve is a "
+        "straight line, which lies a little above the losses between them and so favours the arm. Not corrected for "
+        "the number of rows."
     )
     return Table("equal-time", "At equal time", columns, tuple(rows), note) if rows else None
 
