@@ -17,7 +17,7 @@ def check_record(folder: Path, facts: dict[str, Any], metrics: list[dict[str, An
     """Raises ValueError, with the file and what does not fit, unless all that can be tested holds."""
     try:
         problem = next(_problems(folder, facts, metrics), None)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         problem = f"run.json or metrics.jsonl: damaged record ({type(error).__name__}: {error})"
     if problem:
         raise ValueError(f"{folder}/{problem}")
@@ -81,12 +81,12 @@ def _course(metrics: list[dict[str, Any]]) -> Iterator[str]:
                 yield f"{where}: has {steps} losses and another number of seconds or norms"
             at = line["step"]
             numbers = [*line["loss"], *line["seconds"], line["lr"], line["tokens"], *line["phases"].values()]
-            if not all(_is_number(value) for value in numbers):
+            if not _are_numbers(numbers):
                 yield f"{where}: holds something that is not a number"
         elif line["step"] != at:
             yield f"{where}: {kind} at step {line['step']}, the lines before end at {at}"
         if kind == "eval":
-            if not all(_is_number(value) for key, value in line.items() if key != "kind"):
+            if not _are_numbers([value for key, value in line.items() if key != "kind"]):
                 yield f"{where}: holds something that is not a number"
             if "ppl" in line and not math.isclose(line["ppl"], math.exp(min(line["loss"], 700.0)), rel_tol=CLOSE):
                 yield f"{where}: perplexity {line['ppl']} is not that of loss {line['loss']}"
@@ -113,5 +113,6 @@ def _totals(totals: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[s
             yield f"run.json: {name} {totals[name]}, metrics.jsonl {found}"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _are_numbers(values: list[Any]) -> bool:
+    """Of a study's thousands of steps: without a call of ours for each. A bool is of another type than an int."""
+    return set(map(type, values)) <= {int, float} and all(map(math.isfinite, values))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-GPU_SIZE = 8192  # of the square product that measures a GPU: large enough to fill it
+CPU_SIZE, GPU_SIZE = 1024, 8192  # of the square product that measures a machine: a GPU's is large enough to fill it
 # Dense FLOP/s by the makers' datasheets, products added up in fp32: part of a device's name -> precision -> speed. A
 # longer name comes before a shorter one that it begins with.
 DATASHEETS: dict[str, dict[str, float]] = {
@@ -125,10 +125,10 @@ def git_state() -> dict[str, Any] | None:
         return None
 
 
-def measure_peak(device: torch.device, precision: str, size: int = 1024, repeats: int = 8) -> float:
+def measure_peak(device: torch.device, precision: str, repeats: int = 8) -> float:
     """FLOP/s of a square matrix product on this machine now: the yardstick for utilisation."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    size = size if device.type == "cpu" else GPU_SIZE
+    size = CPU_SIZE if device.type == "cpu" else GPU_SIZE
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(repeats):

@@ -9,8 +9,6 @@ import pytest
 from faults.ledger import Ledger
 from faults.subjects import make_subjects
 
-import oelm.training.run as run
-
 HOURS = float(os.environ.get("OELM_FAULT_HOURS", "0"))
 SHORT = 75.0  # seconds, where no hours are given
 LEDGER = Ledger()
@@ -26,12 +24,6 @@ def subjects(tmp_path_factory):
     made = make_subjects(tmp_path_factory.mktemp("subjects"))
     gc.freeze()  # whoever collects garbage in a turn need not go through all modules
     return made
-
-
-@pytest.fixture(autouse=True)
-def _no_peak(monkeypatch):
-    """How fast this machine multiplies takes longer to find out than a run here."""
-    monkeypatch.setattr(run, "measure_peak", lambda *_: 1e9)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from tiny import tiny_config, words_for, write_causal, write_corpus
 from transformers import BertConfig, BertForSequenceClassification, DynamicCache
+from warm import Oelm
 
 from oelm.config import load_config
 from oelm.method.surgery import apply_oelm
@@ -142,17 +141,17 @@ def test_precisions_of_a_gpu_are_refused_on_a_cpu():
         start_accelerator(small("train.precision=tf32"))
 
 
-def torchrun(words, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", ODD, "train", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+def on_two_machines(words, **env):
+    """The exit code, and what was said."""
+    processes = Oelm(["train", *words], ODD, processes=2, env=env)
+    errors = processes.communicate()[1]
+    return processes.returncode, errors
 
 
 @pytest.mark.slow
 def test_slow_data_does_not_kill_the_process_that_waits_for_it(tmp_path):
-    done = torchrun(words_for(write_corpus(tmp_path), tmp_path / "run"), SLOW_DATA="12")
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, errors = on_two_machines(words_for(write_corpus(tmp_path), tmp_path / "run"), SLOW_DATA="12")
+    assert code == 0, errors[-3000:]
     assert read_run(tmp_path / "run")["status"] == "finished"
 
 
@@ -160,16 +159,16 @@ def test_slow_data_does_not_kill_the_process_that_waits_for_it(tmp_path):
 def test_processes_that_read_different_checkpoints_refuse_to_go_on(tmp_path):
     corpus = write_corpus(tmp_path)
     words = words_for(corpus, tmp_path / "run")
-    assert torchrun(words, OWN_DISKS="1").returncode == 0
+    assert on_two_machines(words, OWN_DISKS="1")[0] == 0
     assert len(losses(read_metrics(tmp_path / "run0"))) == 20
     assert not (tmp_path / "run1" / "last").exists()  # of a machine that does not see the first one's disk
     record = read_run(tmp_path / "run0") | {"status": "stopped"}
     (tmp_path / "run0" / "run.json").write_text(record_text(record))
     before = shutil.copytree(tmp_path / "run0", tmp_path / "kept")
-    done = torchrun(words, OWN_DISKS="1")
-    assert done.returncode != 0
-    assert "process 0 stands at step 20" in done.stderr
-    assert "process 1 at step 0" in done.stderr
+    code, errors = on_two_machines(words, OWN_DISKS="1")
+    assert code != 0
+    assert "process 0 stands at step 20" in errors
+    assert "process 1 at step 0" in errors
     assert (before / "last" / "meta.json").read_text() == (tmp_path / "run0" / "last" / "meta.json").read_text()
 
 
@@ -178,8 +177,8 @@ def test_two_processes_that_sum_gradients_in_bf16_learn_nearly_the_same(tmp_path
     corpus, words = write_corpus(tmp_path), ["method=oelm-then-freeze"]  # whose wrapper is made anew on the way
     run_training(tiny_config(corpus, tmp_path / "one", *words), quiet=True)
     wish = "train.gradient_compression=bf16"
-    done = torchrun(words_for(corpus, tmp_path / "two", *words, wish), BF16_BY_GLOO="1")
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, errors = on_two_machines(words_for(corpus, tmp_path / "two", *words, wish), BF16_BY_GLOO="1")
+    assert code == 0, errors[-3000:]
     one, two = (losses(read_metrics(tmp_path / name)) for name in ("one", "two"))
     apart = [abs(a - b) for a, b in zip(one, two, strict=True)]
     assert 2e-6 < max(apart) < 1e-2  # they are rounded

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import task_words, tiny_config, words_for, write_corpus, write_encoder, write_task
+from warm import Oelm
 
 from oelm.config import load_config
 from oelm.record import evaluations, losses, read_metrics, read_predictions, read_run
@@ -18,25 +19,28 @@ from oelm.training.audit import audit
 from oelm.training.checkpoint import AVERAGE
 from oelm.training.run import run_training
 
-CLI = ("-m", "oelm.cli")
-ON_FSDP = (str(Path(__file__).with_name("on_fsdp.py")),)
+ON_FSDP = str(Path(__file__).with_name("on_fsdp.py"))
 
 
-def launch(corpus, out, *more, program=CLI):
-    return launch_words(words_for(corpus, out, *more), program)
+def launch(corpus, out, *more, script=None):
+    return launch_words(words_for(corpus, out, *more), script)
 
 
-def launch_words(words, program=CLI, layer="GPTBlock", sharded=None):
-    sharded = program == ON_FSDP if sharded is None else sharded
+def launch_words(words, script=None, layer="GPTBlock", sharded=None):
+    sharded = script == ON_FSDP if sharded is None else sharded
     shard = {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": layer, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",  # as launched
     }  # fmt: skip
+    return Oelm(["train", *words], script, processes=2, env=shard if sharded else {})
+
+
+def torchrun(corpus, out, *more):
+    """As a user starts it, from cold."""
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program, "train",
-         *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(shard if sharded else {})},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "oelm.cli", "train",
+         *words_for(corpus, out, *more)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
@@ -51,7 +55,8 @@ def finish(process):
 def test_two_processes_give_the_losses_of_one(tmp_path, accumulate):
     corpus = write_corpus(tmp_path)
     run_training(tiny_config(corpus, tmp_path / "one"), quiet=True)
-    finish(launch(corpus, tmp_path / "two", f"train.accumulate={accumulate}"))
+    start = torchrun if accumulate == 1 else launch
+    finish(start(corpus, tmp_path / "two", f"train.accumulate={accumulate}"))
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
     assert evaluations(two)[-1]["loss"] == pytest.approx(evaluations(one)[-1]["loss"], abs=1e-4)
@@ -118,19 +123,19 @@ def test_two_processes_end_together_when_time_is_up(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "steps"), [(CLI, 300), (ON_FSDP, 100)], ids=["ddp", "fsdp"])
-def test_two_processes_stop_at_the_same_step_and_resume_exactly(tmp_path, program, steps):
+@pytest.mark.parametrize(("script", "steps"), [(None, 300), (ON_FSDP, 100)], ids=["ddp", "fsdp"])
+def test_two_processes_stop_at_the_same_step_and_resume_exactly(tmp_path, script, steps):
     corpus = write_corpus(tmp_path)
     more = [f"train.max_steps={steps}", "system.checkpoint_every=10"]
-    finish(launch(corpus, tmp_path / "whole", *more, program=program))
-    process = launch(corpus, tmp_path / "cut", *more, program=program)
+    finish(launch(corpus, tmp_path / "whole", *more, script=script))
+    process = launch(corpus, tmp_path / "cut", *more, script=script) if script else torchrun(corpus, tmp_path / "cut", *more)
     metrics, deadline = tmp_path / "cut" / "metrics.jsonl", time.monotonic() + 90
     while time.monotonic() < deadline and not (metrics.exists() and '"kind":"train"' in metrics.read_text()):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=90)
     assert read_run(tmp_path / "cut")["status"] == "stopped"
-    finish(launch(corpus, tmp_path / "cut", *more, program=program))
+    finish(launch(corpus, tmp_path / "cut", *more, script=script))
     assert losses(read_metrics(tmp_path / "cut")) == losses(read_metrics(tmp_path / "whole"))
 
 
@@ -140,7 +145,7 @@ def test_a_sharded_model_trains_like_a_whole_one_and_keeps_its_promises(tmp_path
     corpus = write_corpus(tmp_path)
     run_training(tiny_config(corpus, tmp_path / "one", f"method={arm}"), quiet=True)
     assert (
-        finish(launch(corpus, tmp_path / "two", f"method={arm}", program=ON_FSDP)).count("all parameters are shards")
+        finish(launch(corpus, tmp_path / "two", f"method={arm}", script=ON_FSDP)).count("all parameters are shards")
         == 2
     )
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))

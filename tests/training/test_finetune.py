@@ -1,10 +1,7 @@
 """Fine-tuning runs: what they learn and write, how they resume, and what they say to bad input."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -23,6 +20,7 @@ from transformers import (
     T5Config,
     T5Model,
 )  # fmt: skip
+from warm import Oelm
 
 from oelm.config import load_config
 from oelm.probe import probe_run
@@ -119,8 +117,7 @@ def test_keep_freezes_the_pretrained_queries_and_keys(encoder, task, tmp_path):
 def test_killed_and_started_again_it_ends_bit_identical(encoder, task, tmp_path):
     def start(out):
         more = ["train.epochs=5", "system.checkpoint_every=7"]
-        words = [sys.executable, "-m", "oelm.cli", "train", *task_words(encoder, task, out, *more)]
-        return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+        return Oelm(["train", *task_words(encoder, task, out, *more)])
 
     assert start(tmp_path / "whole").wait(120) == 0
     process, metrics = start(tmp_path / "killed"), tmp_path / "killed" / "metrics.jsonl"

@@ -1,11 +1,8 @@
 """Interrupted runs end exactly as uninterrupted ones: real processes, really killed."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import words_for, write_corpus
+from warm import Oelm
 
 from oelm.record import evaluations, losses, read_metrics, read_run
 
@@ -25,16 +23,12 @@ def corpus(tmp_path_factory):
 
 
 def start(corpus, out, *more):
-    words = words_for(corpus, out, *LONGER, *more)
-    return subprocess.Popen(
-        [sys.executable, "-m", "oelm.cli", "train", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return Oelm(["train", *words_for(corpus, out, *LONGER, *more)])
 
 
 def finish(corpus, out, *more):
     process = start(corpus, out, *more)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate()
     return process.returncode, output, errors
 
 
@@ -73,7 +67,7 @@ def assert_same_run(a, b):
 @pytest.mark.parametrize("beside", ["false", "true"])
 def test_killed_at_random_points_it_ends_bit_identical(corpus, uninterrupted, tmp_path, beside):
     out, rng, kills, thread = tmp_path / "run", random.Random(1), 0, f"system.checkpoint_async={beside}"
-    while kills < 5:
+    while kills < 3:
         process = start(corpus, out, thread)
         seen = len(read_metrics(out)) if out.exists() else 0
         target = seen + rng.randint(1, 6)
