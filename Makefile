@@ -2,7 +2,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 # xdist and torch would otherwise fight over the cores.
-TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2
+TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup study test test-all sweep faults lint docs bench bench-gpu clean

@@ -1,4 +1,4 @@
-"""Every result with an interval in README and docs/findings.md is what the records and benchmarks say."""
+"""What README and docs/findings.md say of results is what the records and benchmarks say."""
 
 import json
 import math
@@ -14,6 +14,7 @@ from oelm import stats
 from oelm.evidence.analysis import analyse
 from oelm.report.content import content, numbers
 
+pytestmark = pytest.mark.xdist_group("results")  # one process reads them all, once
 STUDIES = sorted((ROOT / "results").glob("*.tar.xz"))
 RESULT = re.compile(
     r"([-+]?\d+\.\d+)(?: %| points of accuracy| points)?(?: of the step| of a small step)?\s*"
@@ -106,3 +107,30 @@ def test_every_interval_in_the_text_comes_from_a_record(path):
         if result not in known() | printed() and not any(set(result) <= page for page in timed()):
             unknown.append(text[max(0, match.start() - 50) : match.end()])
     assert unknown == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_table_of_results_is_what_the_records_say(name):
+    measured = {}
+    for setting, arm, found in read(ROOT / "results" / "ladder.tar.xz").comparisons():
+        ratio, low, high = (math.exp(value) for value in (found.paired.mean, *found.paired.t))
+        measured[arm.name, setting.size, setting.budget] = f"{ratio:.3f} [{low:.3f}, {high:.3f}]"
+    text = (ROOT / name).read_text()
+    shown = re.findall(r"^\| `([\w.-]+)` \|.*\| ([\d.]+ \[[\d., ]+\]) \| ([^|]+) \|$", text, re.MULTILINE)
+    assert [arm for arm, *_ in shown] == ["oelm", "oelm-identity-q", "oelm-slices-lora", "std-0.02"]
+    for arm, small, large in shown:
+        assert small == measured[arm, "0.24M", 8000]
+        assert (arm, "1.07M", 4000) not in measured if arm == "std-0.02" else large == measured[arm, "1.07M", 4000]
+
+
+def test_the_learning_rates_at_an_edge_are_counted():
+    found = {False: [], True: []}  # by whether the search extends itself
+    for analysis in map(read, STUDIES):
+        arms = [arm for setting in analysis.settings for arm in setting.arms if arm.search]
+        found[analysis.study.search is not None] += [arm.search.choice.edge is not None for arm in arms]
+    grids = (
+        f"In the studies with a fixed grid of learning rates {sum(found[False])} of {len(found[False])} choices lie at"
+    )
+    assert grids in " ".join((ROOT / "README.md").read_text().split())
+    assert found[True]
+    assert not any(found[True])

@@ -1,5 +1,4 @@
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,10 +44,8 @@ def test_the_threads_that_the_environment_asks_for_are_used_and_recorded(tmp_pat
         "print(run_training(config, quiet=True)['environment']['threads'])"
     )
     words = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
-    for wanted in ("1", str(min(2, os.cpu_count()))):
-        done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": wanted})
-        assert done.stdout.split()[-1:] == [wanted], done.stderr
-        shutil.rmtree(tmp_path / "run")
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "3"})
+    assert done.stdout.split()[-1:] == ["3"], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from scipy import stats as sps
+from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
 from oelm import stats
@@ -135,6 +136,15 @@ def test_noninferiority_p_and_verdict_are_one_decision():
         assert (stats.noninferiority_p(d, MARGIN) < 0.025) == (decided in ("superior", "non-inferior"))
         seen.add(decided)
     assert seen == {"superior", "non-inferior", "inferior", "inconclusive"}
+
+
+def test_holm_is_that_of_statsmodels_and_collects_no_garbage(monkeypatch):
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 7, 40):
+        p = np.round(rng.random(size) ** 3, 2)  # with ties, zeros and ones
+        assert stats.holm(p) == list(multipletests(p, method="holm")[1])
+    monkeypatch.setattr("gc.collect", lambda *given: pytest.fail("slow"))
+    stats.holm([0.01, 0.5])
 
 
 def test_holm_by_hand():

@@ -1,4 +1,4 @@
-"""Real processes, really killed, that need not import torch and transformers first: a server that has done so forks them.
+"""Real processes, really killed, that need not import torch and transformers first: a server that has forks them.
 
 It saves most of the time of a test that starts `oelm` again and again. What only a cold start can show (the command
 line itself, torchrun) has tests of its own.

@@ -143,12 +143,17 @@ def noninferiority_p(differences: ArrayLike, margin: float) -> float:
 
 
 def holm(p_values: ArrayLike) -> list[float]:
-    """Holm's adjusted p-values, in the order given: bounds the chance of any false claim over all arms."""
+    """Holm's adjusted p-values, in the order given: bounds the chance of any false claim over all arms.
+
+    Written out: statsmodels' function, the same to the bit, collects all garbage at each call, a tenth of a second.
+    """
     p = _numbers("p_values", p_values)
     _check(bool(p.min() >= 0 and p.max() <= 1), "p_values: a p-value lies between 0 and 1")
-    from statsmodels.stats.multitest import multipletests  # type: ignore[import-untyped]
-
-    return [float(value) for value in multipletests(p, method="holm")[1]]
+    order = np.argsort(p, kind="stable")
+    raised = np.minimum(np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)), 1.0)
+    adjusted = np.empty_like(p)
+    adjusted[order] = raised
+    return [float(value) for value in adjusted]
 
 
 def smallest_p(n: int) -> float:

@@ -128,14 +128,15 @@ def test_two_processes_stop_at_the_same_step_and_resume_exactly(tmp_path, script
     corpus = write_corpus(tmp_path)
     more = [f"train.max_steps={steps}", "system.checkpoint_every=10"]
     finish(launch(corpus, tmp_path / "whole", *more, script=script))
-    process = launch(corpus, tmp_path / "cut", *more, script=script) if script else torchrun(corpus, tmp_path / "cut", *more)
+    cut = corpus, tmp_path / "cut", *more
+    process = launch(*cut, script=script) if script else torchrun(*cut)
     metrics, deadline = tmp_path / "cut" / "metrics.jsonl", time.monotonic() + 90
     while time.monotonic() < deadline and not (metrics.exists() and '"kind":"train"' in metrics.read_text()):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=90)
     assert read_run(tmp_path / "cut")["status"] == "stopped"
-    finish(launch(corpus, tmp_path / "cut", *more, script=script))
+    finish(launch(*cut, script=script))
     assert losses(read_metrics(tmp_path / "cut")) == losses(read_metrics(tmp_path / "whole"))
 
 
