@@ -224,7 +224,7 @@ def test_a_run_on_a_cluster_takes_two_gpus_in_two_processes(cluster, study_file,
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     cluster.add_node("--num-gpus=2")
     cluster.wait_for(2)
-    words = ["lr=null", "seeds=[0]", "arms=[oelm]", "base.train.max_steps=40", "base.train.eval_every=20"]
+    words = ["lr=null", "seeds=[0]", "arms=[baseline]", "base.train.max_steps=40", "base.train.eval_every=20"]
     study, said = load_study(study_file, [*words, "execution.gpus_per_run=2"]), []
     assert run_study(study, on="ray", address=cluster.address, say=said.append) == {}
     cells = comparison_runs(study, {})
