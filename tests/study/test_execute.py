@@ -151,7 +151,8 @@ def test_slots_times_threads_fill_the_cores():
 def test_a_run_that_takes_two_gpus_is_two_processes(study_file, monkeypatch):
     """The machine has none: both processes find a CPU, and each other."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    study = load_study(study_file(arms=["baseline"], seeds=[0]), ["execution.gpus_per_run=2"])
+    path = study_file(arms=["baseline"], seeds=[0])
+    study = load_study(path, ["execution.gpus_per_run=2"])
     cells, seen = comparison_runs(study, {}), []
 
     def gpus():
@@ -163,7 +164,7 @@ def test_a_run_that_takes_two_gpus_is_two_processes(study_file, monkeypatch):
     for cell in cells:
         record = read_run(cell.folder)
         assert (record["status"], record["processes"]) == ("finished", 2)
-    alone = load_study(study_file(arms=["baseline"], seeds=[0]), [f"base.system.runs_dir={study.folder.parent / 'alone'}"])
+    alone = load_study(path, [f"base.system.runs_dir={study.folder.parent / 'alone'}"])
     assert run_local(comparison_runs(alone, {}), alone.execution, say=lambda _: None) == {}
     for cell, other in zip(cells, comparison_runs(alone, {}), strict=True):
         ours, theirs = (evaluations(read_metrics(c.folder))[-1]["loss"] for c in (cell, other))
