@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 from machine import save
@@ -37,7 +38,20 @@ def product_seconds(tokens: int, width: int, repeats: int = 30) -> float:
     return statistics.median(times)
 
 
-if __name__ == "__main__":
+def share_of_ceiling(arm: dict[str, Any]) -> dict[str, Any]:
+    """How much of what the arithmetic allows is saved, and between which bounds by the saving's own interval."""
+    bounds = [(1 - end) / arm["ceiling"] for end in reversed(arm["interval"])] if arm["interval"] else None
+    return {"share_of_ceiling": arm["saving"] / arm["ceiling"], "share_of_ceiling_interval": bounds}
+
+
+def share_text(name: str, arm: dict[str, Any]) -> str:
+    bounds = arm["share_of_ceiling_interval"]
+    return f"{name}: {arm['share_of_ceiling']:.0%} of its ceiling " + (
+        f"[{bounds[0]:.0%}, {bounds[1]:.0%}]" if bounds else "(too few pairs for an interval)"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--until", type=float, default=1.0, help="width of the 95 %% intervals, in %%")
     parser.add_argument(
@@ -45,7 +59,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8, help="sequences of 512 tokens; fewer give more turns")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)  # of the products alone too, before the first step sets them
     tokens = options.batch * 512
     words = ["model=medium-512", "model.vocab_size=1024", f"train.batch_size={options.batch}",
              f"system.threads={options.threads}"]  # fmt: skip
@@ -55,8 +70,7 @@ if __name__ == "__main__":
     alone = statistics.mean([before, product_seconds(tokens, 512)])
     reference = result["arms"]["baseline"]["median_step"]
     for arm in ARMS[1:]:
-        found = result["arms"][arm]
-        found["share_of_ceiling"] = found["saving"] / found["ceiling"]
+        result["arms"][arm] |= share_of_ceiling(result["arms"][arm])
     for arm, products in REMOVED.items():
         found = result["arms"][arm]
         removed = 6 * products * alone  # six layers
@@ -66,6 +80,13 @@ if __name__ == "__main__":
     small = bench_step(arms_of(load_config(None, words), ["baseline", "oelm"]), 2048, memory=False, **wish)
     for arm in small["arms"].values():
         arm["overhead"] = arm["phases"]["data"] / sum(arm["phases"].values())
-    save("freeze", {"one_product_seconds": alone, "medium": result, "small": small})
+    threads = {name: found["environment"]["threads"] for name, found in (("medium", result), ("small", small))}
+    save("freeze", {"one_product_seconds": alone, "medium": result, "small": small}, threads)
     print(table(result))
+    for arm in ARMS[1:]:
+        print(share_text(arm, result["arms"][arm]))
     print(table(small))
+
+
+if __name__ == "__main__":
+    main()

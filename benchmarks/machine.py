@@ -14,12 +14,13 @@ from oelm.runtime import environment
 from oelm.study.turns import Rounds
 
 
-def save(name: str, result: dict[str, Any]) -> Path:
-    """benchmarks/results/<name>-<date>.json; prints it too."""
+def save(name: str, result: dict[str, Any], threads: dict[str, int] | None = None) -> Path:
+    """benchmarks/results/<name>-<date>.json; prints it too. `threads`: of each part, where the parts differ."""
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
     found = environment(torch.device("cpu"))
     machine = {key: found[key] for key in ("cpu", "cores", "threads", "python")} | {"torch": torch.__version__}
+    machine |= {"threads": threads} if threads else {}
     text = json.dumps({"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine, **result}, indent=1)
     path = folder / f"{name}-{time.strftime('%Y-%m-%d')}.json"
     path.write_text(text + "\n")

@@ -35,6 +35,8 @@ def put(thing, path, value):
         ("totals.best.loss", 0.1, "run.json: best loss 0.1, in metrics.jsonl the best evaluation has"),
         ("totals.tokens", 7, "run.json: tokens 7, metrics.jsonl 409600"),
         ("totals.train_seconds", 7.0, "run.json: train_seconds 7.0"),
+        ("totals.splits", {"test": {"loss": 3.0, "ppl": 20.0}}, "perplexity 20.0 on test is not that of loss"),
+        ("totals.splits", {"test": {"loss": None}}, "run.json: test holds something that is not a number"),
         ("files", {"metrics.jsonl": "0" * 64}, "metrics.jsonl: has changed since the run was finished"),
         ("files", {"predictions.json": "0" * 64}, "predictions.json: is missing"),
         ("config", 3, "damaged record"),

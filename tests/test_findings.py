@@ -109,6 +109,70 @@ def test_every_interval_in_the_text_comes_from_a_record(path):
     assert unknown == []
 
 
+@cache
+def by_arm():
+    """(study or benchmark, arm) -> {(estimate, low, high): {(size, steps) where it is so}}, against its reference."""
+    found = {}
+    for path in STUDIES:
+        analysis, study = read(path), path.name.partition(".")[0]
+        for setting, arm, comparison in analysis.comparisons():
+            mean, ends = comparison.paired.mean, comparison.paired.t
+            if ends is None:
+                continue
+            told = ratios(mean, ends)
+            if analysis.study.decide.metric == "accuracy":
+                told = tuple(f"{-100 * v:.2f}" for v in (mean, ends.high, ends.low))
+            place = (setting.size, f"{setting.budget or arm.runs[0].steps:,}")
+            found.setdefault((study, arm.name), {}).setdefault(told, set()).add(place)
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        for name, arm in _arms(json.loads(path.read_text())):
+            if arm.get("interval") and "ratio" in arm:
+                told = tuple(f"{100 * (1 - v):.1f}" for v in (arm["ratio"], *arm["interval"][::-1]))
+                found.setdefault((path.stem, name), {}).setdefault(told, set()).add(("", ""))
+    return found
+
+
+def _arms(page):
+    for key, value in page.items() if isinstance(page, dict) else ():
+        if isinstance(value, dict):
+            yield from ((key, value), *_arms(value))
+
+
+def _cells(section):
+    """(row's label, column's heading, text) of every cell of every table."""
+    for table in re.findall(r"(?:^\|.*\|\n)+", section, re.MULTILINE):
+        heading, _, *rows = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in table.splitlines()]
+        for label, *cells in rows:
+            yield from ((label, name, cell) for name, cell in zip(heading[1:], cells, strict=True))
+
+
+def _named(text, arms):
+    first = re.match(r"[`*]*([\w.-]+)[`*]*\s*(?:[:(]|$)", text)
+    return first.group(1) if first and first.group(1) in arms else None
+
+
+@pytest.mark.parametrize(("path", "least"), [("README.md", 6), ("docs/findings.md", 70)])
+def test_a_cell_of_a_table_says_what_its_own_arm_has(path, least):
+    """Two rows or columns that change places are found: an interval is that of the arm that its row or column names."""
+    checked = 0
+    for section in (ROOT / path).read_text().split("\n## "):
+        sources = {source for source, _ in by_arm() if source in section or source.partition("-2026")[0] in section}
+        arms = {arm for source, arm in by_arm() if source in sources}
+        size = re.search(r"\d\.\d+M", section.partition("\n")[0])
+        for label, heading, cell in _cells(section) if "oelm probe" not in section else ():  # other numbers
+            arm, match = _named(label, arms) or _named(heading, arms), RESULT.match(cell)
+            if not arm or not match:
+                continue
+            told = tuple(v.lstrip("+") for v in match.groups())
+            places = [by_arm().get((source, arm), {}).get(told, set()) for source in sources]
+            places = {place for found in places for place in found}
+            if re.fullmatch(r"[\d,]+", label) and size:
+                places &= {(size.group(), label)}
+            assert places, f"{arm} has no {cell} in {', '.join(sorted(sources))}"
+            checked += 1
+    assert checked >= least
+
+
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
 def test_the_table_of_results_is_what_the_records_say(name):
     measured = {}

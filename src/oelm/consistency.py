@@ -106,6 +106,11 @@ def _totals(totals: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[s
     for key, value in totals["best"].items():
         if lowest.get(key) != value:
             yield f"run.json: best {key} {value}, in metrics.jsonl the best evaluation has {lowest.get(key)}"
+    for split, found in totals.get("splits", {}).items():
+        if not _are_numbers([*found.values()]):
+            yield f"run.json: {split} holds something that is not a number"
+        if "ppl" in found and not math.isclose(found["ppl"], math.exp(min(found["loss"], 700.0)), rel_tol=CLOSE):
+            yield f"run.json: perplexity {found['ppl']} on {split} is not that of loss {found['loss']}"
     tokens = sum(line["tokens"] * len(line["loss"]) for line in train)
     seconds = math.fsum(second for line in train for second in line["seconds"])
     for name, found in (("tokens", tokens), ("train_seconds", seconds)):

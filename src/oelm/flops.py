@@ -3,8 +3,9 @@
 A weight of n entries costs 2n FLOPs per token forward, 2n for the gradient of its input and 2n for its own
 gradient. Freezing removes the last; a frozen identity frame is read instead of multiplied and removes all three.
 Scores cost 2 * rows of q * context per layer and token forward, their weighted sum 2 * rows of v * context, both twice
-that backward (kernels that skip the masked half do less, so the true ceiling of a causal model is a little higher; the
-CPU's want queries as large as values, so smaller ones save their products there, and no scores).
+that backward (kernels that skip the masked half do less, so the true ceiling of a causal model is higher: at a width
+of 512, six layers and a small vocabulary that of `oelm-slices` is 15.9 instead of 15.6 % at 128 tokens, 12.2 instead of
+9.8 % at 2,048; the CPU's want queries as large as values, so smaller ones save their products there, and no scores).
 """
 
 from __future__ import annotations

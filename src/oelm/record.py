@@ -29,12 +29,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from .config import RunConfig
-from .integrity import SEAL, file_sha256, parse_json, seal_holds, sealed
+from .integrity import SEAL, file_sha256, parse_json, read_object, seal_holds, sealed
 
 METRICS = "metrics.jsonl"
 PATIENCE = 1.0  # seconds for a claim: whoever only asks whether a folder is claimed holds its lock for a moment
 CLAIM = ".claim"  # locked by the process that works in the folder
 SCHEMA = 1
+DESIGN = "design"  # in study.json and in the records of its runs: a hash of the design that the study began with
 MUST_NOT_CHANGE = ("data_sha256", "model_sha256", "precision")  # or one curve would be of two things
 SECTIONS = {"science": dict, "config": dict, "totals": dict, "surgery": dict, "environment": dict, "sittings": list}
 STATUSES = ("running", "stopped", "finished", "failed")
@@ -111,7 +112,7 @@ class Run:
                         f"{folder}: {key} has changed since this run began ({found[key]} then, {facts.get(key)} now); "
                         "restore it, or begin anew with out=..."
                     )
-            facts = {**found, **facts, "started": found["started"]}
+            facts = {**found, **facts, **{key: found[key] for key in ("started", DESIGN) if key in found}}
         sitting = {"started": time.time(), "environment": facts.get("environment"), "processes": facts.get("processes")}
         sittings = [*(found or {}).get("sittings", []), sitting]
         run = cls(folder, {"schema": SCHEMA, "started": time.time(), **facts, "sittings": sittings}, quiet)
@@ -212,6 +213,14 @@ def is_claimed(folder: Path) -> bool:
             return False
     except (Timeout, OSError):
         return True
+
+
+def study_design(folder: Path) -> dict[str, Any]:
+    """For the record of a run: which design the study has in whose folder the run is; nothing outside of a study."""
+    with suppress(OSError, ValueError):  # whoever reads the study says what is wrong with it
+        if found := read_object(folder.parent / "study.json").get(DESIGN):
+            return {DESIGN: found}
+    return {}
 
 
 def record_text(facts: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from oelm.report.samples import samples_table
 from oelm.report.text import markdown, sentence, verdict_lines
 from oelm.report.timing import baseline_time_table
 from oelm.study.plan import StudyConfig
-from oelm.study.watch import planned, read_study
+from oelm.study.watch import begun_with, planned, read_study, study_text
 
 SHAPE = {"model": {"name": "small"}, "vocab_size": 4096, "batch_size": 16, "context": 128}  # of a fake study
 
@@ -118,6 +118,56 @@ def test_a_record_that_contradicts_itself_is_damaged(tmp_path, change):
         (path.parent / "metrics.jsonl").write_text(lines)
     path.write_text(record_text(facts))
     assert f"Damaged and left out: {path.parent.name}" in said(tmp_path / "s", "warning")
+
+
+def test_runs_that_contradict_each_other_are_named(tmp_path):
+    study = fake_study(tmp_path / "s")
+    for n, path in enumerate((tmp_path / "s").glob("*/run.json")):
+        edit(path, **({"design": begun_with(tmp_path / "s")} if n % 2 else {}))
+    assert not re.search("another design|are one run|same number", said(tmp_path / "s", "warning"))
+    one, other = ((tmp_path / "s").glob(f"oelm-lr*-s{seed}-*") for seed in (3, 4))
+    one, other = next(one), next(other)
+    text = (one / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(text)
+    facts = json.loads((one / "run.json").read_text())
+    edit(other / "run.json", totals=facts["totals"])
+    counts = facts["surgery"] | {"frozen": 5, "trainable": facts["surgery"]["total"] - 5}
+    edit(one / "run.json", surgery=counts)
+    decide = study.decide.model_copy(update={"margin": 1.5})
+    (tmp_path / "s" / "study.json").write_text(study_text(study.model_copy(update={"decide": decide})))
+    found = said(tmp_path / "s", "warning")
+    assert re.search(r"\d+ runs were made for another design than study.json has now: ", found)
+    assert "Runs of different seeds have the same losses, so they are one run: oelm (seeds 3, 4)." in found
+    assert "Not all seeds of an arm freeze or train the same number of weights: oelm (5 or 131,072)." in found
+
+
+def test_an_arm_of_another_training_is_no_reference(tmp_path):
+    fake_study(tmp_path / "ours", search=False)
+    base = read_study(tmp_path / "ours").base
+    for name, model, train in (("wide", {"d_model": 256}, {}), ("long", {}, {"max_steps": 400}),
+                               ("relative", {"positions": "relative"}, {"weight_decay": 0.2})):  # fmt: skip
+        changed = base | {"model": {"name": "small"} | model, "train": base["train"] | train}
+        fake_study(tmp_path / name, search=False, cost={"fair": 0.0}, decide={"reference": "fair"}, base=changed)
+    with pytest.raises(
+        ValueError, match="wide: has model.d_model = 256, here it is the default: not the same training"
+    ):
+        analyse(tmp_path / "ours", f"{tmp_path / 'wide'}:fair")
+    with pytest.raises(ValueError, match="long: has train.max_steps = 400, here it is 200"):
+        analyse(tmp_path / "ours", f"{tmp_path / 'long'}:fair")
+    look = analyse(tmp_path / "ours", f"{tmp_path / 'relative'}:fair")
+    assert look.against == (
+        "model.positions = relative instead of the default",
+        "train.weight_decay = 0.2 instead of 0.1",
+    )
+    assert "trained otherwise: model.positions = relative" in " ".join(n.text for n in notices(look))
+
+
+def test_text_that_was_read_more_than_once_is_said(tmp_path):
+    fake_study(tmp_path / "s")
+    assert "more than once" not in said(tmp_path / "s", "note")
+    for path in (tmp_path / "s").glob("*/run.json"):
+        edit(path, data_tokens={"train": 100_000, "val": 5000})
+    assert "The training text was read more than once: the training (4.1) times." in said(tmp_path / "s", "note")
 
 
 def test_a_failed_run_costs_its_pair_and_is_named_with_its_error(tmp_path):
@@ -256,7 +306,7 @@ def test_accuracy_is_compared_in_points_on_the_split_asked_for(tmp_path):
     assert oelm.mean == pytest.approx(COST["oelm"] / 10, abs=0.001)
     levels = {}
     for split in ("validation", "test"):
-        edit(tmp_path / "s" / "study.json", decide={**ACCURACY, "split": split})
+        edit(tmp_path / "s" / "study.json", design=None, decide={**ACCURACY, "split": split})
         levels[split] = analyse(tmp_path / "s").settings[0].arms[0].spread.mean
     assert levels["test"] == pytest.approx(levels["validation"] + 0.1, abs=1e-3)
 

@@ -10,7 +10,7 @@ import scipy.stats
 from report.fake_study import fake_study
 
 from oelm.evidence.analysis import analyse
-from oelm.evidence.compute import _ratio, _reached, _weights, at_equal_time, by_budgets
+from oelm.evidence.compute import Ratio, _ratio, _reached, _weights, at_equal_time, by_budgets
 from oelm.report.check import check_report
 from oelm.report.html import write_report
 from oelm.report.timing import baseline_time_table, equal_time_table
@@ -53,6 +53,18 @@ def test_a_better_arm_needs_fewer_and_what_no_budget_shows_is_a_bound(analysis):
     assert [row.tokens.value for row in worst] == [np.inf] * 3
     assert [row.most for row in worst] == [4, 2, 4]
     assert not any(row.known for row in worst)
+
+
+def test_a_bound_that_the_seeds_leave_open_says_how_near_it_may_be(tmp_path):
+    """Twice the tokens do not bring this arm to the reference's loss, by less than its seeds scatter."""
+    near = {"baseline": 0.0, "oelm": 0.145}
+    fake_study(tmp_path / "s", seeds=4, search=False, noise=0.01, cost=near, budgets=[50, 100, 200])
+    row = rows_of(analyse(tmp_path / "s"), "oelm")[1]
+    assert (row.tokens.value, row.most) == (np.inf, 2)
+    assert 1.7 < row.tokens.interval.low < 2
+    assert row.tokens.interval.high == np.inf
+    fake_study(tmp_path / "t", seeds=4, search=False, noise=0.01, cost=near | {"oelm": 0.3}, budgets=[50, 100, 200])
+    assert rows_of(analyse(tmp_path / "t"), "oelm")[1].tokens == Ratio(np.inf, None)  # sure
 
 
 def test_the_loss_is_first_reached_between_the_budgets_around_it():

@@ -118,8 +118,14 @@ def test_an_untouched_page_passes_the_check(written, page, tmp_path):
         ),
         (r'(data-k="\.\.oelm\.ppl" data-v=")[\d.]+', r"\g<1>1.5", "Arms, oelm, PPL: the page says"),
         (r'<a class="n"[^>]*data-k="\.\.oelm\.loss"[^>]*>[^<]*</a>', "", "Arms, oelm, Loss: the records give"),
+        (r'(data-k="\.\.oelm\.ppl"[^>]*data-runs=")\w+', r"\g<1>0", "Arms, oelm, PPL: the page names other runs"),
         ("ln 1.05", "ln 1.5", "text: the page says"),
-        (r'(data-figure="forest\.".*?<path d="M )\d+', r"\g<1>7", "figure forest.: changed after it was drawn"),
+        ("</header>", "[oelm is superior]</header>", "text: the page says '[oelm is superior]"),
+        (r'(data-figure="forest\.".*?<path d="M )\d+', r"\g<1>7", "figure forest.: not as these data are drawn"),
+        (r'(data-figure="forest\.".*?<text[^>]*>)1\.', r"\g<1>2.", "figure forest.: not as these data are drawn"),
+        (r'(<svg width="26".*?)--arm-0', r"\g<1>--arm-2", "a picture outside of the figures"),
+        (r'title="[^"]*sign-flip[^"]*"', 'title="p"', "markup: near line"),
+        (r"--bad: #b0412b", "--bad: #2b7a57", "markup: near line"),
         (r'(data-figure="curves\." data-v=")\w+', r"\g<1>0", "figure curves.: drawn from other data"),
     ],
 )
@@ -129,6 +135,15 @@ def test_a_number_changed_on_the_page_is_found(written, page, pattern, replaceme
     assert changed != text
     page.write_text(changed)
     assert any(line.startswith(reported) for line in check_report(written, page).differences)
+
+
+def test_two_arms_numbers_that_change_places_are_found(written, page):
+    text = page.read_text()
+    first, second = (re.search(rf'<a class="n"[^>]*data-k="\.\.{arm}\.ratio"[^>]*>[^<]*</a>', text).group()
+                     for arm in ("oelm", "oelm-q"))  # fmt: skip
+    page.write_text(text.replace(first, "\0").replace(second, first).replace("\0", second))
+    (found, _) = check_report(written, page).differences
+    assert found.startswith("text: the page says '[Arms, oelm-q, PPL ratio]'")
 
 
 def test_a_record_changed_after_the_page_was_written_is_found(written, tmp_path):

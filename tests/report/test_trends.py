@@ -50,7 +50,8 @@ def test_the_page_begins_with_the_longest_training_and_the_prediction(written):
     assert said.startswith("Extrapolated to one pair of runs with 18.9M parameters and 410M tokens, with 95% pre")
     for cell in (oelm[2], oelm[3], oelm[5], oelm[6], other[2], other[3]):  # also published, the last of a row
         assert plain(cell.main) in said
-    assert said.count("published") == 1
+    assert said.count(", published × ") == 1
+    assert ". What is published is one pair of runs with a fixed rate for each, from weights with standard dev" in said
     assert said in unescape(re.sub("<[^>]*>", "", (written.parent / "r.html").read_text()))
     assert said in (written.parent / "r.md").read_text().replace("\\", "")
 
@@ -62,9 +63,16 @@ def test_an_extrapolation_from_a_fit_that_missed_says_so(written):
     bent = replace(oelm, held_out={**oelm.held_out, "size": {**oelm.held_out["size"], "log-linear": misses}})
     first, second = plain(predicted(analysis, [bent, other])).split("; ")
     assert re.search(r"oelm PPL × [\d.]+ \[[^]]+\]\*, with an interaction", first)
-    assert second.endswith(". * This fit missed runs that it had not seen.")
-    sure = [replace(law, held_out={}) for law in (oelm, other)]
+    assert re.search(r"\]\. \* Not to be relied on: .* or it missed runs that it had not seen\. What is pub", second)
+
+    def fitted(law, p):
+        return replace(law, held_out={}, fits={kind: replace(fit, p=p) for kind, fit in law.fits.items()})
+
+    sure = [fitted(law, 0.5) for law in (oelm, other)]
     assert not re.search(r"\*|missed", plain(predicted(analysis, sure)))
+    first, second = plain(predicted(analysis, [sure[0], fitted(other, 0.01)])).split("; ")
+    assert "*" not in first
+    assert re.search(r"oelm-q PPL × [\d.]+ \[[^]]+\]\*, with an interaction × [\d.]+ \[[^]]+\]\*\. \* Not", second)
 
 
 def test_the_figures_of_the_longest_training_are_open_and_the_shorter_ones_folded(written):

@@ -14,7 +14,7 @@ from oelm.models.counts import gpt_counts
 from oelm.models.presets import vocabulary
 from oelm.record import record_text
 from oelm.study.design import built_counts, counts_of, describe, design_table
-from oelm.study.plan import comparison_runs
+from oelm.study.plan import comparison_runs, search_runs
 
 
 def test_the_plan_counts_runs_arithmetic_and_memory(load):
@@ -74,6 +74,33 @@ def test_every_length_and_size_is_a_comparison_of_its_own(load):
     wide = {"model": {"d_model": 128}}
     notes = describe(load(sizes={"small": {}, "wide": wide}, budgets={"small": [50, 100], "wide": [50]})).notes
     assert any("6 comparisons" in note and "after Holm over 6" in note for note in notes)  # two arms, three settings
+
+
+WSD = {"decay": "wsd", "decay_share": 0.25, "warmup_steps": 5}
+LENGTHS = {  # steps of 20 + 40 + 80 that are taken where they share: up to 15, and from there to 30, they are one
+    "shared": ({**WSD}, "oelm", 20 + 25 + 50),
+    "a cosine has no part that lengths share": ({"warmup_steps": 5}, "oelm", 140),
+    "a warm-up that follows the length": ({"decay": "wsd", "decay_share": 0.25, "warmup_steps": None}, "oelm", 140),
+    "a run that may end at any time": ({**WSD, "max_time": 1e6}, "oelm", 140),
+    "a schedule's moments are shares of a run": ({**WSD}, "oelm-unfreeze", 140),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_a_step_counts_once_only_where_lengths_really_share_it(load, case):
+    train, arm, taken = LENGTHS[case]
+    base = {**STUDY["base"], "train": {"max_steps": 80, "eval_every": 10, "eval_tokens": 500, **train}}
+    study = load(base=base, arms=["baseline", arm], budgets=[40, 20, 80], lr={"grid": [1e-3]})
+    design, forward = describe(study), counts_of(search_runs(study)[-1].config).forward
+    costs = [c for c in design.costs if c.stage == "compare" and c.arm == arm]
+    step = 16 * 64  # tokens
+    assert sum(c.tokens for c in costs) == 3 * taken * step
+    evaluations = {95: 2 + 3 + 5, 140: 2 + 4 + 8}[taken]
+    assert sum(c.evaluation for c in costs) == pytest.approx(3 * evaluations * 500 * forward)
+    assert sum(c.spared for c in costs) == pytest.approx((140 - taken) / taken * sum(c.flops for c in costs))
+    others = sum(c.spared for c in design.costs)
+    assert any(f"with --on ray, {others:.3g} FLOPs come on top" in note for note in design.notes) == (others > 0)
+    assert not any(c.spared for c in design.costs if c.stage != "compare")
 
 
 def test_time_is_estimated_from_arithmetic_and_then_from_finished_runs(tmp_path):

@@ -4,18 +4,21 @@ import hashlib
 import io
 import json
 import lzma
+import shutil
 import tarfile
 
 import pytest
 from report.fake_study import fake_study
+from typer.testing import CliRunner
 
+from oelm.cli import app
 from oelm.evidence.analysis import analyse
 from oelm.integrity import sealed
-from oelm.record import claimed
+from oelm.record import claimed, read_run, record_text
 from oelm.report.check import check_report
 from oelm.report.html import write_report
 from oelm.study.pack import opened, pack, page_of, unpack
-from oelm.study.watch import begin, read_study
+from oelm.study.watch import begin, read_study, study_text
 
 
 @pytest.fixture
@@ -41,6 +44,78 @@ def test_the_same_study_is_the_same_bytes_and_unpacks_to_go_on(packed, tmp_path)
     assert (tmp_path / "again.tar.xz").read_bytes() == packed.read_bytes()
     with pytest.raises(ValueError, match="is there already"):
         unpack(packed, tmp_path / "s")
+
+
+def ended(run, status):
+    (run / "run.json").write_text(record_text(read_run(run) | {"status": status}))
+
+
+LOSSES = {
+    "a run": shutil.rmtree,
+    "a run's answers": lambda run: (run / "predictions.json").unlink(),
+    "a run that failed here": lambda run: ended(run, "failed"),
+    "a run that is unfinished here": lambda run: ended(run, "stopped"),
+    "bench-1M.json": lambda run: (run.parent / "bench-1M.json").unlink(),
+    "probe.json": lambda run: (run.parent / "probe.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_file_that_holds_more_than_the_folder_is_not_written_over(tmp_path, loss):
+    folder, out = tmp_path / "s", tmp_path / "s.tar.xz"
+    fake_study(folder, seeds=1, search=False, steps=50, examples=9)
+    for name in ("bench-1M.json", "probe.json"):
+        (folder / name).write_text("{}")
+    pack(folder, out)
+    whole, run = out.read_bytes(), min(folder.glob("*/run.json")).parent
+    LOSSES[loss](run)
+    lost = loss if loss.endswith(".json") else run.name
+    with pytest.raises(ValueError, match=f"s.tar.xz: holds what .*/s lacks or has not finished: {lost}; .*--replace"):
+        pack(folder, out)
+    assert out.read_bytes() == whole
+    pack(folder, tmp_path / "less.tar.xz")
+    pack(folder, out, replace=True)
+    assert out.read_bytes() == (tmp_path / "less.tar.xz").read_bytes() != whole
+    (tmp_path / "whole.tar.xz").write_bytes(whole)
+    unpack(tmp_path / "whole.tar.xz", tmp_path / "whole" / "s")
+    pack(tmp_path / "whole" / "s", out)  # more than before needs no word
+    assert out.read_bytes() == whole
+
+
+def test_a_file_of_another_design_or_a_damaged_one_is_not_written_over(tmp_path):
+    folder, out = tmp_path / "s", tmp_path / "s.tar.xz"
+    study = fake_study(folder, seeds=1, search=False, steps=50)
+    pack(folder, out)
+    (folder / "study.json").write_text(study_text(study.model_copy(update={"extension": [7]})))
+    pack(folder, out)  # it has only grown
+    other = study.decide.model_copy(update={"margin": 1.06})
+    (folder / "study.json").write_text(study_text(study.model_copy(update={"decide": other})))
+    with pytest.raises(ValueError, match="another design .decide.margin was 1.05, now 1.06.; .*--replace"):
+        pack(folder, out)
+    out.write_bytes(b"no archive")
+    with pytest.raises(ValueError, match="is there already and cannot be read .*damaged.*--replace") as caught:
+        pack(folder, out)
+    assert "\n" not in str(caught.value)
+    done = CliRunner().invoke(app, ["study", "pack", str(folder), "-o", str(out), "--replace"], catch_exceptions=False)
+    assert "s.tar.xz: 4 runs" in done.output
+    assert read_study(opened(out)).decide.margin == 1.06
+
+
+def test_what_a_killed_unpacking_left_is_not_mixed_in(packed, tmp_path):
+    (tmp_path / ".t.new" / "old").mkdir(parents=True)
+    (tmp_path / ".t.new" / "old" / "run.json").write_text("{}")
+    unpack(packed, tmp_path / "t")
+    assert not (tmp_path / "t" / "old").exists()
+    assert not (tmp_path / ".t.new").exists()
+
+
+def test_nothing_is_written_outside_of_the_folder(packed, tmp_path, monkeypatch):
+    out = tmp_path / "far" / "out"
+    for name in ("../run.json", f"{tmp_path}/far/run.json"):
+        monkeypatch.setattr("oelm.study.pack._read", lambda file, name=name: ("s", {name: b""}))
+        with pytest.raises(ValueError, match="run.json' leads out of"):
+            unpack(packed, out)
+        assert not (tmp_path / "far" / "run.json").exists()
 
 
 def test_damage_is_one_clear_line(packed, tmp_path):
@@ -97,8 +172,8 @@ def link(kind):
 @pytest.mark.parametrize(
     "name",
     ["../evil.json", "/tmp/evil.json", "../run.json", "a/../run.json", "x/y/run.json", "./study.json", ".git/run.json",
-     "a/run.py", "evil.json", link(tarfile.SYMTYPE), link(tarfile.LNKTYPE), link(tarfile.FIFOTYPE),
-     link(tarfile.DIRTYPE)],
+     "/run.json", "/metrics.jsonl", "a/run.py", "evil.json", link(tarfile.SYMTYPE), link(tarfile.LNKTYPE),
+     link(tarfile.FIFOTYPE), link(tarfile.DIRTYPE)],
     ids=lambda entry: entry if isinstance(entry, str) else f"type {entry.type!r}",
 )  # fmt: skip
 def test_what_is_no_record_is_never_unpacked(tmp_path, name):
@@ -157,10 +232,8 @@ def test_an_arm_of_another_study_can_be_the_reference(tmp_path):
     assert apart.seeds == [0]
     look = analyse(tmp_path / "ours", f"{tmp_path / 'apart'}:fair")
     assert {c.paired.n for *_, c in look.comparisons()} == {1}  # never the verdicts against our own reference
-    fake_study(tmp_path / "tested", search=False, cost={"fair": 0.0}, decide={"reference": "fair"}, examples=9)
-    study = json.loads((tmp_path / "tested" / "study.json").read_text())
-    study["decide"]["metric"] = "accuracy"
-    (tmp_path / "tested" / "study.json").write_text(json.dumps({k: v for k, v in study.items() if k != "seal"}))
+    decide = {"reference": "fair", "metric": "accuracy"}
+    fake_study(tmp_path / "tested", search=False, cost={"fair": 0.0}, decide=decide, examples=9)
     with pytest.raises(ValueError, match="not the same quantity"):
         analyse(tmp_path / "ours", f"{tmp_path / 'tested'}:fair")
     with pytest.raises(ValueError, match="the study theirs has no such arm"):

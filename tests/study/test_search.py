@@ -96,6 +96,20 @@ def test_several_keys_are_searched_together():
     assert str(choice) == "lr 0.016, init_std 0.045"
 
 
+@pytest.mark.parametrize("keys", [("train.lr", "model.init_std"), ("model.init_std", "train.lr")])
+def test_near_ties_go_to_the_lower_rate_whichever_key_is_named_first(keys):
+    search = Closing(over={key: Axis(start=1.0) for key in keys}, tie=0.01)
+    rate = keys.index("train.lr")
+
+    def slope(*point):  # a higher start is as good as a lower rate, but for less than the tie
+        lr, std = math.log2(point[rate]), math.log2(point[1 - rate])
+        return [(lr + std) ** 2 + 0.5 * (lr - std - 1) ** 2] * 2
+
+    choice, _ = walk(search, slope)
+    assert choice.best[rate] == 1.0
+    assert choice.best[1 - rate] == 1.0
+
+
 @pytest.mark.parametrize(
     ("table", "best", "edge"),
     [
@@ -105,6 +119,7 @@ def test_several_keys_are_searched_together():
         ({1e-3: [1.6]}, 1e-3, "only"),
         ({3e-3: [1.0], 1e-3: [1.0], 3e-4: [1.5]}, 1e-3, None),  # a tie goes to the lower learning rate
         ({3e-3: [None], 1e-3: [1.0], 3e-4: [1.5]}, 1e-3, None),  # what failed beyond it encloses it
+        ({1e-3: [1.0], 3e-4: [None]}, 1e-3, "highest"),  # nothing above was tried
     ],
 )
 def test_a_grid_gives_its_best_rate_and_says_when_it_is_an_end(table, best, edge):

@@ -1,11 +1,12 @@
 """Timing in turns, on a machine made of numbers: what is planted must be found, and what is not there must not be."""
 
 import random
+import statistics
 
 import pytest
 
 from oelm.study import turns
-from oelm.study.turns import Turn, take_turns
+from oelm.study.turns import Turn, repeats, take_turns
 
 STEP, PRODUCT = 0.1, 0.02  # seconds of a step and of the yardstick while nobody disturbs
 
@@ -86,6 +87,31 @@ def test_turns_beside_an_odd_yardstick_are_thrown_out(monkeypatch):
     assert 0.3 < found.thrown_out < 0.7
     monkeypatch.setattr(turns, "TOLERANCE", 10.0)
     assert found.ratio("b", "a").ratio > 1.5  # what believing every turn would have said
+
+
+def test_a_yardstick_as_long_as_its_turns_ask_for_loses_fewer_of_them_to_its_own_jitter():
+    """Nothing happens here, but each product of 5 ms takes 8 % more or less than the last, beside steps of 1.8 s."""
+    step, product = 1.8, 0.0047
+
+    def lost(count):
+        machine = Machine(busy=0.0, drift=0.0)
+        once = lambda: machine.spend(product * machine.random.lognormvariate(0, 0.08))  # noqa: E731
+        arms = {"a": machine.contender(step), "b": machine.contender(0.97 * step)}
+        yardstick = lambda: statistics.median(once() for _ in range(count))  # noqa: E731
+        found = take_turns(arms, yardstick, now=machine.now, rounds=100)
+        assert found.ratio("b", "a").ratio == pytest.approx(0.97, abs=0.005)
+        return found.thrown_out
+
+    short, long = lost(3), lost(repeats(step, product))
+    assert short > 0.15
+    assert long < short / 3
+
+
+@pytest.mark.parametrize(
+    ("turn", "product", "count"), [(0.0, 0.005, 3), (0.3, 0.005, 3), (1.8, 0.0047, 8), (60, 0.005, 101)]
+)
+def test_a_yardstick_takes_a_fiftieth_of_a_turn_within_bounds(turn, product, count):
+    assert repeats(turn, product) == count
 
 
 def test_a_drift_hits_all_arms_alike():

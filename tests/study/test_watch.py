@@ -6,10 +6,11 @@ import json
 import pytest
 from rich.console import Console
 
-from oelm.record import PHASES, Run, claimed
+from oelm.integrity import sealed
+from oelm.record import PHASES, Run, claimed, study_design
 from oelm.study.design import describe, design_table
 from oelm.study.plan import StudyConfig, comparison_runs, search_runs
-from oelm.study.watch import begin, look, losses, planned, read_study, rows, status_table, watch
+from oelm.study.watch import begin, begun_with, look, losses, planned, read_study, rows, status_table, watch
 
 
 def make_study(folder, **changes):
@@ -124,6 +125,22 @@ def test_a_design_that_changed_after_the_beginning_is_refused_with_the_differenc
         begin(make_study(tmp_path, seeds=[0, 1, 2]))
     begin(make_study(tmp_path, seeds=[0, 1, 2], name="s-2"))
     assert read_study(tmp_path / "s").seeds == [0, 1]
+
+
+def test_the_design_is_fixed_when_the_study_begins_and_every_run_names_it(tmp_path):
+    begin(make_study(tmp_path))
+    path, first = tmp_path / "s" / "study.json", begun_with(tmp_path / "s")
+    run = comparison_runs(make_study(tmp_path), {})[0]
+    assert study_design(run.folder) == {"design": first}
+    assert study_design(tmp_path / "elsewhere" / "run") == {}
+    open_run(run)
+    begin(make_study(tmp_path, extension=[8]))
+    assert begun_with(tmp_path / "s") == first  # seeds may be added
+    facts = json.loads(path.read_text())
+    facts["decide"]["margin"] = 1.5
+    path.write_text(json.dumps(sealed(facts)))
+    with pytest.raises(ValueError, match="not the design that the study began with"):
+        read_study(tmp_path / "s")
 
 
 def test_seeds_may_be_added_as_a_declared_extension_and_stay(tmp_path):

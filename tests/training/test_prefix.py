@@ -15,7 +15,7 @@ from oelm.study.execute import run_local
 from oelm.study.plan import comparison_runs, load_study
 from oelm.training import loop
 from oelm.training.audit import audit
-from oelm.training.prefix import TrunkBusy, drop_unneeded, kept_steps, trunk_name
+from oelm.training.prefix import TrunkBusy, drop_unneeded, kept_steps, taken_over, trunk_name
 from oelm.training.run import run_training
 
 LENGTHS = (20, 40, 80)
@@ -66,28 +66,35 @@ def test_a_branched_run_is_bit_for_bit_the_run_from_scratch(corpus, tmp_path, or
     taken = {steps: steps_taken(tmp_path / f"{steps}") for steps in LENGTHS}
     assert sum(taken.values()) == 80 + 5 + 10  # the trunk once, and the two other ends
     assert taken[order[0]] == order[0]
+    runs = {steps: config(corpus, tmp_path, steps) for steps in order}
+    planned = taken_over(runs.values())
+    assert taken == {steps: steps - planned[run.id] for steps, run in runs.items()}
 
 
-def test_a_killed_run_goes_on_from_whatever_is_further(corpus, tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
+class Killed(BaseException):
+    pass
 
-    def killed_at(step, steps):
-        def train_step(*args, **kwargs):
-            if args[6] == step:
-                raise Killed
-            return real(*args, **kwargs)
 
-        real = loop.train_step
-        monkeypatch.setattr(loop, "train_step", train_step)
+def run_until(step, config):
+    """Trains until a kill while this step is taken."""
+
+    def train_step(*args, **kwargs):
+        if args[6] == step:
+            raise Killed
+        return real(*args, **kwargs)
+
+    real = loop.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
         with pytest.raises(Killed):
-            run_training(config(corpus, tmp_path, steps), quiet=True)
-        monkeypatch.undo()
+            run_training(config, quiet=True)
 
-    killed_at(12, 40)
+
+def test_a_killed_run_goes_on_from_whatever_is_further(corpus, tmp_path):
+    run_until(12, config(corpus, tmp_path, 40))
     run_training(config(corpus, tmp_path, 20), quiet=True)  # meanwhile another run leaves a state that is further
-    killed_at(35, 40)  # after a shared step
-    killed_at(47, 80)  # in a branched run
+    run_until(35, config(corpus, tmp_path, 40))  # after a shared step
+    run_until(47, config(corpus, tmp_path, 80))  # in a branched run
     for steps in LENGTHS:
         run_training(config(corpus, tmp_path, steps), quiet=True)
         run_training(config(corpus, tmp_path / "alone", steps, shared=False), quiet=True)
@@ -137,6 +144,27 @@ def test_a_state_of_other_data_or_a_damaged_one_is_not_used(corpus, tmp_path):
     assert steps_taken(tmp_path / "40") == 40
 
 
+@pytest.mark.parametrize("what", ["oelm.runtime._cpu_name", "torch.backends.cpu.get_cpu_capability"])
+def test_a_state_of_another_processor_is_not_used(corpus, tmp_path, monkeypatch, what):
+    run_training(config(corpus, tmp_path, 20), quiet=True)
+    monkeypatch.setattr(what, lambda: "ANOTHER")
+    run_training(config(corpus, tmp_path, 40), quiet=True)
+    assert steps_taken(tmp_path / "40") == 40
+    run_training(config(corpus, tmp_path, 80), quiet=True)
+    assert steps_taken(tmp_path / "80") == 50  # from the state after 30 steps, which that processor left
+    monkeypatch.undo()
+    run_training(config(corpus, tmp_path, 60), quiet=True)
+    assert steps_taken(tmp_path / "60") == 45  # from the state after 15
+
+
+def test_a_run_that_changed_its_processor_leaves_no_state(corpus, tmp_path, monkeypatch):
+    run = config(corpus, tmp_path, 40)
+    run_until(12, run)  # there is a checkpoint of step 10
+    monkeypatch.setattr("oelm.runtime._cpu_name", lambda: "ANOTHER")
+    run_training(run, quiet=True)
+    assert kept_steps(tmp_path / "shared" / trunk_name(run)) == []
+
+
 def test_what_decides_the_state_is_in_its_name(corpus, tmp_path):
     name = trunk_name(config(corpus, tmp_path, 20))
     assert name == trunk_name(config(corpus, tmp_path, 80)) == trunk_name(config(corpus, tmp_path, 20, "name=x"))
@@ -169,6 +197,34 @@ def test_a_state_that_a_run_leaves_during_the_clean_up_stays(corpus, tmp_path, m
     monkeypatch.setattr("oelm.training.prefix.kept_steps", looked)
     drop_unneeded([(run, True)])
     assert sorted(kept_steps(folder)) == [15, 30]
+
+
+def test_what_a_killed_clean_up_left_is_removed_by_the_next(corpus, tmp_path, monkeypatch):
+    run = config(corpus, tmp_path, 80)
+    folder = tmp_path / "shared" / trunk_name(run)
+
+    def make(name):
+        (folder / name / "last").mkdir(parents=True)
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    make("15")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            drop_unneeded([(run, False)])
+    assert (folder / ".15.leaving").exists()
+    make("15")  # the same state again, as when a run was added to the study
+    make(".saving")
+    with FileLock(folder / CLAIM):
+        drop_unneeded([(run, False)])
+        assert {path.name for path in folder.iterdir()} == {CLAIM, "15", ".15.leaving", ".saving"}  # somebody is there
+    drop_unneeded([(run, False)])
+    assert [path.name for path in folder.iterdir()] == [CLAIM]
+    make(".30.leaving")
+    drop_unneeded([(run, False)])
+    assert [path.name for path in folder.iterdir()] == [CLAIM]
 
 
 @pytest.mark.slow

@@ -185,6 +185,7 @@ def watch(where: Where, page: Page = False, port: Port = 0) -> None:
 def pack(
     where: Where,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="the file; default: results/NAME.tar.xz")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="also write over a file that holds more")] = False,
 ) -> None:
     """Pack a study's records into one file, with checksums. Models and checkpoints are not packed."""
     from ..study.pack import SUFFIX
@@ -193,7 +194,7 @@ def pack(
     folder = _folder(where)
     file = out or Path("results") / f"{folder.resolve().name}{SUFFIX}"
     file.parent.mkdir(parents=True, exist_ok=True)
-    runs, unfinished = write(folder, file)
+    runs, unfinished = write(folder, file, replace)
     left = f"; left out, unfinished: {', '.join(unfinished)}" if unfinished else ""
     print(f"{file}: {runs} runs, {file.stat().st_size / 2**20:.1f} MiB{left}")
 

@@ -12,7 +12,7 @@ from ..study.looks import Place, Reading, paired_values, seeds_asked
 from ..study.pack import opened
 from ..study.plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 from ..study.search import Choice, Point
-from ..study.watch import read_study
+from ..study.watch import begun_with, read_study
 from .looked import decided_by_looks
 from .records import (
     Bench,
@@ -27,6 +27,7 @@ from .records import (
     read_records,
     read_samples,
 )
+from .settings import set_apart
 
 ENOUGH = 6  # pairs: with fewer no sign-flip p below 0.05 exists
 
@@ -132,6 +133,8 @@ class Analysis:
     other_benches: dict[str, str]  # name of a file -> why it is left out: it timed another shape than this study's
     probe: Probe | None
     samples: Samples | None
+    design: str | None = None  # hash of the design that the study began with; None: it began before there were such
+    against: tuple[str, ...] = ()  # in what the arms of another study were trained otherwise
     seeds_by_looks: bool = False  # how many seeds there are was decided by other comparisons than these
 
     @property
@@ -234,7 +237,7 @@ def analyse(folder: Path, against: str | None = None) -> Analysis:
         decided = decided_by_looks(study, decided, paired_values(study, cells, values))
     return Analysis(
         study, decided, tuple(search), tuple(compare), tuple(checks), planned, lost, out, strays,
-        benches, other_benches, probe, read_samples(folder),
+        benches, other_benches, probe, read_samples(folder), begun_with(folder),
     )  # fmt: skip
 
 
@@ -256,8 +259,16 @@ def _against_another(ours: Analysis, theirs: Analysis, arm: str) -> Analysis:
         raise ValueError(f"{theirs.study.name}: was made with other texts than {ours.study.name}")
     decide = ours.study.decide.model_copy(update={"reference": name})
     study = ours.study.model_copy(update={"arms": {**ours.study.arms, name: {}}, "decide": decide})
-    looked = bool(ours.study.looks or theirs.study.looks)
-    return replace(ours, study=study, settings=_decided(study, settings), seeds_by_looks=looked)
+    looked, apart = bool(ours.study.looks or theirs.study.looks), list[str]()
+    for place in (setting.place for setting in settings):
+        mine, other = (
+            [cell for cell, _ in a.compare if (*cell.group[1:], cell.budget) == place] for a in (ours, theirs)
+        )
+        apart += set_apart(mine, [cell for cell in other if cell.group.arm == arm], theirs.study.name) if mine else []
+    decided = _decided(study, settings)
+    return replace(
+        ours, study=study, settings=decided, against=tuple(dict.fromkeys(apart)), seeds_by_looks=looked
+    )  # fmt: skip
 
 
 def _rates_in_use(study: StudyConfig, cells: Sequence[Cell], by_cell: Mapping[str, Measured]) -> dict[Group, Point]:

@@ -32,7 +32,7 @@ class Ratio:
     """To the reference's own. Infinite: more than was ever trained; 0: fewer than the shortest training."""
 
     value: float
-    interval: Interval | None  # None: two seeds have none, nor has a bound
+    interval: Interval | None  # None: two seeds have none, nor has a bound that is sure
 
 
 @dataclass(frozen=True)
@@ -157,20 +157,38 @@ def _of_arm(pairs: Sequence[Pair], timed: BenchArm | None, confidence: float) ->
     per_token = ours[0][seeds[0]].steps / tokens[0] / (theirs[0][seeds[0]].steps / reference[0])  # steps ÷ reference's
     rows = []
     for i, (setting, arm, _) in enumerate(pairs):
-        whose: Literal["reference", "arm"] = "reference"
-        target, least, most = targets[:, i], tokens[0] / reference[i], tokens[-1] / reference[i]
-        spent = np.full_like(target, reference[i])
-        needed = _reached(losses, np.log(tokens), target)
-        if i == len(pairs) - 1 and losses[0, i] > target[0]:  # the arm was never trained for long enough: turn it round
-            whose, target, least, most = "arm", losses[:, i], tokens[i] / reference[i], tokens[i] / reference[0]
-            needed, spent = np.full_like(target, tokens[i]), _reached(targets, np.log(reference), target)
-        ratio = np.divide(needed, spent, out=np.full_like(target, np.inf), where=spent > 0)
-        steps = ratio * per_token
-        ends, n = np.array([least, most]), len(seeds)
+        turned = i == len(pairs) - 1 and losses[0, i] > targets[0, i]  # never trained for long enough: turn it round
+        target = losses[:, i] if turned else targets[:, i]
+
+        def compared(lower: float, i: int = i, turned: bool = turned, target: Any = target) -> tuple[Any, Any]:
+            """The reference's tokens for the target, and the arm's ÷ them, were the arm's losses lower by so much."""
+            if turned:
+                needed, spent = np.full_like(target, tokens[i]), _reached(targets, np.log(reference), target - lower)
+            else:
+                needed, spent = _reached(losses - lower, np.log(tokens), target), np.full_like(target, reference[i])
+            return spent, np.divide(needed, spent, out=np.full_like(target, np.inf), where=spent > 0)
+
+        spent, ratio = compared(0.0)
+        least, most, bound = tokens[0] / reference[i], tokens[-1] / reference[i], np.nan
+        if turned:
+            least, most = tokens[i] / reference[i], tokens[i] / reference[0]
+        if ratio[0] in (0, np.inf):  # how near might it be, for all that the seeds tell?
+            first, last = ours[-1 if ratio[0] else 0], theirs[0 if turned else i]
+            off = stats.seed_spread([first[seed].value - last[seed].value for seed in seeds], confidence=confidence).t
+            if off:
+                bound = compared((off.high - off.low) / 2 * (1 if ratio[0] else -1))[1][0]
+
+        def times(
+            factor: NDArray[np.float64], error: float, ratio: Any = ratio, rest: Any = (least, most, bound)
+        ) -> Ratio:
+            *ends, near = np.array(rest) * factor[0]
+            return _ratio(ratio * factor, len(seeds), confidence, np.array(ends), error, near)
+
+        same = np.full_like(target, 1.0)
         rows.append(Needed(
-            setting, arm, tidy(target[0]), whose, tidy(spent[0]), _ratio(ratio, n, confidence, ends),
-            _ratio(steps, n, confidence, ends * per_token),
-            None if clock is None else _ratio(steps * clock, n, confidence, ends * per_token * clock[0], clock_error),
+            setting, arm, tidy(target[0]), "arm" if turned else "reference", tidy(spent[0]),
+            times(same, 0.0), times(same * per_token, 0.0),
+            None if clock is None else times(same * per_token * clock, clock_error),
             None if clock is None else tidy(clock[0]), least, most, ids,
         ))  # fmt: skip
     return rows
@@ -279,15 +297,21 @@ def _weights(seeds: int) -> NDArray[np.float64]:
 
 
 def _ratio(
-    values: NDArray[np.float64], seeds: int, confidence: float, ends: NDArray[np.float64], error: float = 0.0
-) -> Ratio:
+    values: NDArray[np.float64], seeds: int, confidence: float, ends: NDArray[np.float64], error: float = 0.0,
+    bound: float = math.nan,
+) -> Ratio:  # fmt: skip
     """The first value, with the jackknife's interval from the others; `error`: of its logarithm, from elsewhere.
+
+    A value beyond what the budgets show has an interval only where it might as well be nearer, at `bound`.
 
     Without a seed the value may lie beyond what the budgets show, which is between `ends`; then it counts as that end,
     and this side of the interval is open.
     """
     value, without = tidy(values[0]), values[1:]
-    if seeds < 3 or not 0 < value < math.inf:
+    if not 0 < value < math.inf:
+        open_ended = Interval(tidy(bound), math.inf) if value else Interval(0.0, tidy(bound))
+        return Ratio(value, open_ended if 0 < bound < math.inf else None)
+    if seeds < 3:
         return Ratio(value, None)
     below, beyond = without == 0, np.isinf(without)
     known = np.log(np.select([below, beyond], list(ends), without))

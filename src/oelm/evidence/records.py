@@ -20,7 +20,7 @@ from ..consistency import check_record
 from ..models.counts import non_embedding
 from ..study.pack import is_bench
 from ..study.plan import Decide, StudyConfig
-from ..study.shape import timed_size
+from ..study.shape import odd_arms, timed_size
 from ..study.watch import Seen, diverged
 from ..validation import validation_line
 
@@ -56,6 +56,8 @@ class Measured:
     environment: str  # JSON, so that equal ones are easily found
     arm_then: str  # how the arm's definition differed when the run was made; empty: it is the same
     data: str  # hashes of the tokens, or of a task's examples and labels
+    passes: float | None  # how often its text was read; None: not known of a record that does not say how long it is
+    design: str | None  # hash of the design of the study that it was made for; None: of none, or not known
     updated: float
 
     @property
@@ -104,7 +106,9 @@ class BenchArm(BaseModel):
     ratio: float = Field(gt=0)  # of medians, arm / reference
     interval: tuple[float, float] | None = None  # of the ratio
     ceiling: float = Field(lt=1)  # negative: the arm does more arithmetic than the reference
-    most_saved: float | None = None  # with the time in which a GPU waits for the host; None on a CPU
+    most_saved: float | None = None  # with the optimizer's time, and a GPU's that waits; None: an older file
+    method: dict[str, Any] | None = None  # the arm's definition; None: an older file
+    own: dict[str, Any] | None = None  # settings that it does not share with the reference
 
 
 class Bench(BaseModel):
@@ -113,6 +117,8 @@ class Bench(BaseModel):
     reference: str
     arms: dict[str, BenchArm]
     shape: dict[str, Any] | None = None  # model, batch, context and vocabulary that were timed
+    settings: dict[str, Any] | None = None  # what else decides a step's time; None: an older file
+    environment: dict[str, Any] = {}
 
 
 class ProbedRun(BaseModel):
@@ -159,20 +165,34 @@ def read_samples(folder: Path) -> Samples | None:
 
 
 def read_benches(folder: Path, study: StudyConfig) -> tuple[dict[str, Bench], dict[str, str]]:
-    """The step times by size, in the study's order; and by their names the files that timed another shape, with why."""
+    """The step times by size, in the study's order; and what is left out, a file or an arm of one, with why."""
     found: dict[str, Bench] = {}
-    other = {}
+    other: dict[str, str] = {}
     for path in sorted(path for path in folder.glob("bench*.json") if is_bench(path.name)):
         bench = _read(path, Bench, "oelm bench step ... -o FILE")
         assert bench is not None
-        size, reason = timed_size(bench.model_dump(), study)
+        size, odd = _checked(bench, study)
+        other |= {f"{path.name}{f', {arm}' if arm else ''}": reason for arm, reason in odd.items()}
         if size is None:
-            other[path.name] = reason
-        elif size in found:
+            continue
+        if size in found:
             raise ValueError(f"{path}: holds step times of {size or 'a shape'} that another file has too")
-        else:
-            found[size] = bench
+        arms = {name: arm for name, arm in bench.arms.items() if name not in odd}
+        if arms.keys() - {bench.reference}:
+            found[size] = bench.model_copy(update={"arms": arms})
     return {size: found[size] for size in study.sizes or [""] if size in found}, other
+
+
+def _checked(bench: Bench, study: StudyConfig) -> tuple[str | None, dict[str, str]]:
+    """Whose step times these are, and the arms that are left out, with why; None and "" for all of them."""
+    reference = study.decide.reference
+    if bench.reference != reference:
+        return None, {"": f"has step times against {bench.reference}, not against this study's reference {reference}"}
+    size, reason = timed_size(bench.model_dump(), study)
+    if size is None:
+        return None, {"": reason}
+    odd = odd_arms(bench.model_dump(), study, size)
+    return (None, {"": odd[reference]}) if reference in odd else (size, odd)
 
 
 def read_probe(folder: Path) -> Probe | None:
@@ -253,6 +273,8 @@ def _measured(path: Path, facts: dict[str, Any], config: RunConfig, decide: Deci
         ),
         arm_then="; ".join(record.arm_changes(facts, config)),
         data=json.dumps([facts["data_sha256"], labels], sort_keys=True), updated=facts["updated"],
+        passes=totals["tokens"] / facts["data_tokens"]["train"] if "data_tokens" in facts else None,
+        design=facts.get(record.DESIGN),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .analysis import Analysis, median_step
-from .records import Measured
+from .records import Bench, Measured
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,26 @@ class Saving:
     ceiling: float
     seconds: float
     runs: tuple[str, ...]  # empty: from bench.json
-    most: float | None = None  # that can be saved where a GPU also waits for the host; None: the ceiling
+    most: float | None = None  # that can be saved, the optimizer's and a waiting GPU's time too; None: it is not known
 
     @property
     def standing(self) -> Literal["possible", "noise", "impossible"]:
+        """Against the most that can be saved; where that is not known, against the ceiling, which may be too low."""
         most = self.ceiling if self.most is None else self.most
         if self.saving <= most:
             return "possible"
         return "impossible" if self.interval and self.interval[0] > most else "noise"
 
 
+def fair_benches(analysis: Analysis) -> dict[str, Bench]:
+    """The step times taken in turns with this study's reference, by size; `--against` may have made it another arm."""
+    reference = analysis.study.decide.reference
+    return {size: bench for size, bench in analysis.benches.items() if bench.reference == reference}
+
+
 def savings(analysis: Analysis) -> list[Saving]:
     """From bench.json, timed in turns; without one from the runs' own clocks, which are no fair comparison."""
-    if analysis.benches:
+    if benches := fair_benches(analysis):
         several = len(analysis.study.sizes) > 1
         return [
             Saving(
@@ -40,7 +47,7 @@ def savings(analysis: Analysis) -> list[Saving]:
                 (1 - arm.interval[1], 1 - arm.interval[0]) if arm.interval else None,
                 arm.ceiling, arm.median_step, (), arm.most_saved,
             )
-            for size, bench in analysis.benches.items() for name, arm in bench.arms.items() if name != bench.reference
+            for size, bench in benches.items() for name, arm in bench.arms.items() if name != bench.reference
         ]  # fmt: skip
     rows = []
     for lengths in analysis.by_length():  # a step takes no longer in a longer training

@@ -31,11 +31,20 @@ def start_of(config: RunConfig) -> str:
 
 
 def reference_start(study: StudyConfig, cells: Iterable[Cell]) -> str:
-    """The start of the study's reference, as it was run; as it is planned, where nothing of it has been run."""
+    """The start of the study's reference, as it was run; as it is planned, where nothing of it has been run.
 
-    def of(found: Iterable[Cell]) -> RunConfig | None:
-        return next((cell.config for cell in found if cell.group.arm == study.decide.reference), None)
+    Where a search or the sizes give it several, each with the sizes that have it.
+    """
 
-    config = of(cells) or of(search_runs(study) or comparison_runs(study, {}))
-    assert config is not None  # the plan has every arm
-    return start_of(config)
+    def of(found: Iterable[Cell]) -> dict[str, list[str]]:
+        starts: dict[str, list[str]] = {}
+        for cell in found:
+            if cell.group.arm == study.decide.reference:
+                places = starts.setdefault(start_of(cell.config), [])
+                places += [where] if (where := " ".join(filter(None, cell.group[1:]))) not in places else []
+        return starts
+
+    starts = of(cells) or of(comparison_runs(study, {}) if not study.searched else search_runs(study))
+    if len(starts) == 1:
+        return next(iter(starts))
+    return "; ".join(f"{', '.join(places)}: {start}" for start, places in starts.items())

@@ -18,6 +18,7 @@ from .details import (
     facts,
     published_table,
     rate_table,
+    reference,
     rule,
     run_table,
 )
@@ -36,6 +37,7 @@ class Content:
     question: str
     metric: str
     headline: list[Clause]
+    reference: str  # and its start
     predicted: tuple[Piece, ...]  # at the study's target; empty: it has none
     facts: list[tuple[tuple[Piece, ...], str]]
     notices: list[Notice]
@@ -100,7 +102,7 @@ def content(analysis: Analysis) -> Content:
     ]
     return Content(
         analysis.study.name, analysis.study.question, analysis.study.decide.metric, headline(analysis),
-        predicted(analysis, laws), facts(analysis), notices(analysis),
+        reference(analysis), predicted(analysis, laws), facts(analysis), notices(analysis),
         arm_tables(analysis), [table for table in more if table], laws, needed,
         rate_table(analysis), run_table(analysis), rule(analysis), environments(analysis),
     )  # fmt: skip

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ..evidence.analysis import Analysis
-from ..study.plan import Cell as Planned
+from ..evidence.settings import flat, in_common
 from .elements import Cell, Table
 from .tables import arm_cell
-
-OWN = ("init_seed", "data_seed", "train.lr")  # differ from run to run by design; they have tables of their own
 
 
 def design_table(analysis: Analysis) -> Table | None:
     cells = [cell for cell, _ in (*analysis.compare, *analysis.search)]
     if not cells:
         return None
-    shared = _same(cells)
+    shared = in_common(cells)
     rows = [(Cell((section,)), Cell((spelled(values),))) for section, values in _by_section(shared).items()]
     places = {" · ".join(filter(None, cell.group[1:])): cell.group[1:] for cell in cells}
     for title, place in places.items() if len(places) > 1 else ():
-        own = _without(_same([c for c in cells if c.group[1:] == place]), shared)
+        own = _without(in_common([c for c in cells if c.group[1:] == place]), shared)
         rows.append((Cell((title,)), Cell((spelled(own),))))
     for arm in analysis.study.arms:
         if mine := [c for c in cells if c.group.arm == arm]:
-            own = _without(_same(mine), shared)
+            own = _without(in_common(mine), shared)
             rows.append((arm_cell(analysis, arm), Cell((spelled(own),))))
     note = "Settings of a run, as oelm ls settings explains them; oelm ls has the arms. The rest is at its default."
     return Table("design", "What was run", (("Of", ""), ("Settings", "")), tuple(rows), note)
@@ -35,25 +33,8 @@ def shared_settings(analysis: Analysis, arm: str | None = None) -> dict[str, Any
     """Settings of the runs, of all or of one arm; `several` where the runs differ."""
     cells = [cell for cell, _ in (*analysis.compare, *analysis.search) if arm in (None, cell.group.arm)]
     every = [flat(cell.config.science()) for cell in cells]
-    same = _same(cells) if cells else {}
+    same = in_common(cells) if cells else {}
     return {key: same.get(key, "several") for settings in every for key in settings}
-
-
-def _same(cells: Sequence[Planned]) -> dict[str, Any]:
-    """Settings with one value in all of these runs."""
-    first, *rest = [flat(cell.config.science()) for cell in cells]
-    return {key: value for key, value in first.items() if all(key in o and o[key] == value for o in rest)}
-
-
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            found |= flat(value, f"{name}.")
-        elif name not in OWN and value is not None:
-            found[name] = value
-    return found
 
 
 def _without(settings: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:

@@ -298,7 +298,7 @@ def rule(analysis: Analysis) -> list[str]:
         *looks,
         f"Compared: {what}.",
         f"Paired by seed with {d.reference}: the same initialisation seed and the same batches. {rates}",
-        f"The reference, {d.reference}, starts from {reference_start(study, (cell for cell, _ in analysis.compare))}.",
+        f"The reference, {reference(analysis)}.",
         f"Margin: {limit}.",
         f"Superior: the t interval of the mean paired difference ({percent} before correction) lies below zero. "
         "Non-inferior: it lies below the margin. Inferior: it lies above the margin. "
@@ -306,6 +306,12 @@ def rule(analysis: Analysis) -> list[str]:
         f"{provisional}",
         correction,
     ]
+
+
+def reference(analysis: Analysis) -> str:
+    """Its name and its start: what an arm wins over it may be a bad start."""
+    study = analysis.study
+    return f"{study.decide.reference}, starts from {reference_start(study, (cell for cell, _ in analysis.compare))}"
 
 
 def environments(analysis: Analysis) -> list[list[tuple[str, str]]]:

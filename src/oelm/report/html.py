@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -82,7 +81,7 @@ def _section(analysis: Analysis, report: Content, prefix: str) -> str:
     drawn = [_drawn(figure) for figure in (*figures(analysis), *trend_figures(analysis, report.laws, report.needed))]
     legend = [(i % PALETTE, _dasharray(i), arm) for i, arm in enumerate(analysis.study.arms)]
 
-    def of(kinds: Collection[str], place: str | None = None) -> list[tuple[Figure, Markup, str]]:
+    def of(kinds: Collection[str], place: str | None = None) -> list[tuple[Figure, Markup]]:
         found = []
         for entry in drawn:
             kind, where = entry[0].key.split(".", 1)
@@ -114,12 +113,8 @@ def _template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def _drawn(figure: Figure) -> tuple[Figure, Markup, str]:
-    return figure, Markup(figure.svg), svg_digest(figure.svg)
-
-
-def svg_digest(svg: str) -> str:
-    return hashlib.sha256(svg.encode()).hexdigest()[:16]
+def _drawn(figure: Figure) -> tuple[Figure, Markup]:
+    return figure, Markup(figure.svg)
 
 
 def find_browser() -> str | None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ..evidence.analysis import Analysis
 from ..evidence.checked import checked
+from ..evidence.doubts import made_for_another_design, one_curve_twice, other_counts
 from ..evidence.savings import savings
 from ..stats import smallest_p
 
@@ -25,7 +26,8 @@ class Notice:
 def notices(analysis: Analysis) -> list[Notice]:
     """Warnings first."""
     warnings = [
-        *_unfinished(analysis), *_left_out(analysis), *_too_few_seeds(analysis), *_different_data(analysis),
+        *_unfinished(analysis), *_left_out(analysis), *_doubts(analysis), *_too_few_seeds(analysis),
+        *_different_data(analysis), *_otherwise(analysis),
         *_savings(analysis, "impossible"), *_other_bench(analysis), *_threads(analysis), *_extended(analysis),
         *_other_looks(analysis), *_other_rates(analysis),
     ]  # fmt: skip
@@ -34,6 +36,7 @@ def notices(analysis: Analysis) -> list[Notice]:
         *_diverged(analysis),
         *_astray(analysis),
         *_edges(analysis),
+        *_repeated_text(analysis),
         *_savings(analysis, "noise"),
         *_machines(analysis),
         *_unprobed(analysis),
@@ -96,6 +99,42 @@ def _left_out(analysis: Analysis) -> list[str]:
             f"Left out, because they are not in this study's plan or are there twice: {_listed(list(analysis.strays))}."
         )
     return texts
+
+
+def _doubts(analysis: Analysis) -> list[str]:
+    """Records that contradict each other."""
+    texts = []
+    if runs := made_for_another_design(analysis):
+        what = f"{len(runs)} run{'s were' if len(runs) > 1 else ' was'} made for another design than study.json has now"
+        texts.append(
+            f"{what}: {_listed(runs)}. Either the rule was changed after they were made, or they were taken over from "
+            "another study; then the same runs and seeds may carry its verdicts too."
+        )
+    if same := one_curve_twice(analysis):
+        names = [f"{_at(arm.name, s.title)} (seeds {', '.join(map(str, seeds))})" for s, arm, seeds in same]
+        texts.append(f"Runs of different seeds have the same losses, so they are one run: {_listed(names)}.")
+    if unequal := other_counts(analysis):
+        names = [f"{_at(arm.name, s.title)} ({' or '.join(f'{n:,}' for n in counts)})" for s, arm, counts in unequal]
+        texts.append(f"Not all seeds of an arm freeze or train the same number of weights: {_listed(names)}.")
+    return texts
+
+
+def _otherwise(analysis: Analysis) -> list[str]:
+    """Where arms of another study are compared with."""
+    if not analysis.against:
+        return []
+    return [
+        f"The other study's runs were trained otherwise: {_listed(list(analysis.against))}. The ratios include that."
+    ]
+
+
+def _repeated_text(analysis: Analysis) -> list[str]:
+    """A longer training on the same text is not one on more text."""
+    most = {s.title: max((run.passes or 0 for arm in s.arms for run in arm.runs), default=0) for s in analysis.settings}
+    found = [f"{title or 'the training'} ({times:.1f})" for title, times in most.items() if times > 1]
+    return (
+        [f"The training text was read more than once: {_listed(found)} times. New text was not tried."] if found else []
+    )
 
 
 def _too_few_seeds(analysis: Analysis) -> list[str]:

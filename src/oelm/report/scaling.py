@@ -8,13 +8,14 @@ from dataclasses import replace
 
 from ..evidence.analysis import Analysis
 from ..evidence.compute import Needed, Ratio
-from ..evidence.scaling import KINDS, Axis, Fit, Miss, Prediction, Scaling
+from ..evidence.scaling import KINDS, Axis, Fit, Kind, Miss, Prediction, Scaling
 from ..stats import Interval
 from .details import published_of
 from .elements import EMPTY, Cell, Number, Piece, Table, count_text, interval, p_text
 from .tables import arm_cell, number_key
 
 NAMES = {"log-linear": "log-linear", "interaction": "with interaction"}
+PUBLISHED = ", published × "
 
 
 def scaling_tables(analysis: Analysis, found: list[Scaling]) -> list[Table]:
@@ -29,13 +30,13 @@ def predicted(analysis: Analysis, found: list[Scaling]) -> tuple[Piece, ...]:
     rows = _target_table(analysis, found).rows
     for law, (_, _, *cells, published) in zip(found, rows, strict=False):  # without a target there are no rows
         fits = [
-            (*value.main, " ", *ends.main, "*" * (kind in law.surprised))
+            (*value.main, " ", *ends.main, "*" * _doubtful(law, kind, analysis.study.decide.confidence))
             for kind, value, ends in zip(KINDS, cells[::2], cells[1::2], strict=True) if ends is not EMPTY
         ]  # fmt: skip
         if fits:
             said += ["; " if said else "", " on ".join(filter(None, (law.arm, law.corpus))), " PPL × ", *fits[0]]
             said += [piece for other in fits[1:] for piece in (", with an interaction × ", *other)]
-            said += [", published × ", *published.main] if published is not EMPTY else []
+            said += [PUBLISHED, *published.main] if published is not EMPTY else []
     if aim is None or not said:
         return ()
     start = (
@@ -43,7 +44,19 @@ def predicted(analysis: Analysis, found: list[Scaling]) -> tuple[Piece, ...]:
         f"tokens, with {analysis.study.decide.confidence:.0%} prediction intervals: "
     )
     renamed = (replace(p, key=f"top.{p.key}") if isinstance(p, Number) else p for p in said)
-    return (start, *renamed, ".", " * This fit missed runs that it had not seen." * ("*" in said))
+    return (
+        start, *renamed, ".",
+        " * Not to be relied on: what was measured departs from this law by more than seeds explain, or it missed runs "
+        "that it had not seen." * ("*" in said),
+        " What is published is one pair of runs with a fixed rate for each, from weights with standard deviation 0.02 "
+        "and with GPT-2's tokenizer." * (PUBLISHED in said),
+    )  # fmt: skip
+
+
+def _doubtful(law: Scaling, kind: Kind, confidence: float) -> bool:
+    """Whether what was measured speaks against a law, in its form or in what it predicts."""
+    fit = law.fits[kind]
+    return kind in law.surprised or (isinstance(fit, Fit) and fit.p is not None and fit.p < 1 - confidence)
 
 
 def _gap_table(analysis: Analysis, found: list[Scaling]) -> Table:

@@ -6,13 +6,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from matplotlib.axes import Axes
 
 from ..evidence.analysis import Analysis, Arm, Comparison, Setting
+from ..evidence.settings import flat
 from ..evidence.start import reference_start
-from .design import flat, shared_settings, spelled
+from .design import shared_settings, spelled
 from .elements import EMPTY, Cell, Number, Piece, Table, interval
 from .notices import Notice, notices
 from .plots import GOOD, INK, MUTED, Figure, colour, draw_figure, room_for
@@ -242,6 +244,12 @@ def _notices(analyses: Sequence[Analysis]) -> list[Notice]:
            "Ratios of different columns are not relative to the same model.")  # fmt: skip
     rules = [" on ".join(_quantity(analysis)) for analysis in analyses]
     parted("The studies do not compare the same quantity.", rules, "Their numbers stand in tables of their own.")
+    for one, other in combinations(analyses, 2):
+        if shared := {run.id for run in one.runs()} & {run.id for run in other.runs()}:
+            warnings.append(
+                f"{one.study.name} and {other.study.name} share {len(shared)} run{'s' * (len(shared) != 1)}: their "
+                "columns are no independent evidence."
+            )
     for arm, said in _redefined(analyses).items():
         warnings.append(f"The name {arm} does not mean the same in these studies. {_grouped(said)}.")
     found = [Notice("warning", text) for text in warnings]

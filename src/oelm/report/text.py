@@ -28,6 +28,7 @@ def sentence(clauses: Iterable[Clause]) -> str:
 
 def markdown(content: Content) -> str:
     lines = [f"# {_marked(content.question)}", "", f"**{_marked(sentence(content.headline))}**", ""]
+    lines += [_marked(f"The reference, {content.reference}."), ""]
     lines += [_marked(plain(content.predicted)), ""] if content.predicted else []
     lines += [f"- {plain(number)} {_marked(label)}" for number, label in content.facts]
     if content.notices:
@@ -71,7 +72,7 @@ def as_json(content: Content) -> str:
         for p in numbers(content)
     ]  # fmt: skip
     facts = {"study": content.name, "question": content.question, "verdict": sentence(content.headline),
-             "predicted": plain(content.predicted)}  # fmt: skip
+             "reference": content.reference, "predicted": plain(content.predicted)}  # fmt: skip
     said = [{"weight": notice.weight, "text": notice.text} for notice in content.notices]
     return json.dumps({**facts, "notices": said, "numbers": listed}, indent=1) + "\n"
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from ..evidence.analysis import Analysis, Arm, Setting
 from ..evidence.compute import Ratio, at_equal_time, by_curves, evaluation_reached, mean_losses
-from ..evidence.savings import savings
+from ..evidence.records import Bench
+from ..evidence.savings import Saving, fair_benches, savings
 from ..stats import Interval
 from ..study.watch import duration_text
 from .elements import EMPTY, Cell, Number, Piece, Table, count_text, interval, seconds_text
 from .tables import arm_cell, number_key
 
-POSSIBLE = {"possible": "below the ceiling", "noise": "? above, perhaps noise", "impossible": "✕ above the ceiling"}
 NEVER = Cell(("n/a",), tone="quiet")
 
 
@@ -26,20 +28,46 @@ def timing_table(analysis: Analysis) -> Table | None:
             Cell((Number(f"{key}.saving", row.saving, f"{row.saving:.1%}", row.runs),),
                  interval(f"{key}.saving", row.interval, ".1%", row.runs)),
             Cell((Number(f"{key}.ceiling", row.ceiling, f"{row.ceiling:.1%}", row.runs),)),
-            Cell((POSSIBLE[row.standing],), tone="inferior" if row.standing == "impossible" else "quiet"),
+            EMPTY if row.most is None else Cell((Number(f"{key}.most", row.most, f"{row.most:.1%}", row.runs),)),
+            Cell((_possible(row),), tone="inferior" if row.standing == "impossible" else "quiet"),
         ))  # fmt: skip
     columns = (
         ("Arm", ""), ("Step", "median time of a training step"), ("Saved", "of the reference's step time"),
-        ("Ceiling", "share of the step's arithmetic that the freeze removes: no saving can be larger"),
-        ("Possible?", "is the saving at most the ceiling? a negative one is a slower step"),
+        ("Ceiling", "share of the matrix products' arithmetic that the freeze removes"),
+        ("At most", "share of the step that can be saved: the ceiling, the optimizer's time for weights that are not "
+                    "trained, the time in which a GPU waits for the host; –: not known"),
+        ("Possible?", "is that much saved at most, or the ceiling where that is not known? negative: a slower step"),
     )  # fmt: skip
+    benches = fair_benches(analysis)
     note = (
-        "Timed in turns with the reference in one process (oelm bench step)."
-        if analysis.benches
+        f"Timed in turns with the reference in one process (oelm bench step): {_where(benches)}."
+        if benches
         else "From the clocks of separate runs, which share their machine with whatever else it does: not a fair "
         "comparison. For one, run oelm bench step and put its JSON into the study folder as bench.json."
     )
     return Table("timing", "Step time", columns, tuple(rows), note) if rows else None
+
+
+def _possible(row: Saving) -> str:
+    if row.standing == "possible":
+        return "below the ceiling" if row.saving <= row.ceiling else "above the ceiling, below the most"
+    above = "the most" if row.most is not None else "the ceiling of the matrix products"
+    return f"? above {above}, perhaps noise" if row.standing == "noise" else f"✕ above {above}"
+
+
+def _where(benches: Mapping[str, Bench]) -> str:
+    """Device and threads, for each size where they differ."""
+    found = {size: _machine(bench.environment) for size, bench in benches.items()}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return "; ".join(f"{size} on {machine}" for size, machine in found.items())
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    device, threads = environment.get("gpu") or environment.get("cpu"), environment.get("threads")
+    if device is None or threads is None:
+        return "a machine that the file does not name"
+    return f"{device}, {threads} CPU thread{'s' * (threads != 1)}"
 
 
 def equal_time_table(analysis: Analysis) -> Table | None:

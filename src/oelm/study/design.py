@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +21,7 @@ from ..models.counts import Counts, gpt_counts
 from ..models.presets import vocabulary
 from ..record import read_metrics, timing_stats
 from ..stats import minimum_detectable, smallest_p
+from ..training.prefix import taken_over
 from .execute import THREADS, share_cores
 from .gpus import gpu_memory
 from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, comparisons, groups, search_runs
@@ -55,6 +57,7 @@ class Cost:
     flops: float  # of all these runs, training alone
     evaluation: float  # FLOPs of their evaluations
     memory: int  # bytes of one run: weights, gradients, two moments, and roughly the activations; no framework
+    spared: float  # FLOPs of training that shorter runs do for them, but not on Ray
     seconds: float = 0.0  # of all these runs, one after the other
 
 
@@ -93,13 +96,15 @@ def describe(study: StudyConfig, sd: float | None = None) -> Design:
     for cell in search:
         points.setdefault(cell.group, cell.point)  # whichever is chosen costs the same
     cells: dict[tuple[str, Group, int | None], list[Cell]] = {}
-    for cell in [*search, *comparison_runs(study, points), *check_runs(study, points)]:
+    order = [*search, *comparison_runs(study, points), *check_runs(study, points)]
+    for cell in order:
         cells.setdefault((cell.stage, cell.group, cell.budget), []).append(cell)
     some = next(iter(cells.values()))[0].config
     gpus = len(gpu_memory())
     slots, threads = share_cores(study.execution, some.system.threads, gpus)
     abreast = min(slots, gpus) if gpus else slots  # runs that share a GPU share its speed
-    costs, spent, basis = _timed([_cost(some, study) for some in cells.values()], study, some, threads, gpus)
+    shared = taken_over(cell.config for cell in order)
+    costs, spent, basis = _timed([_cost(some, shared) for some in cells.values()], study, some, threads, gpus)
     seconds: dict[str, float] = {}
     for stage in dict.fromkeys(stage for stage, *_ in cells):
         here = [cost for cost in costs if cost.stage == stage]
@@ -110,7 +115,7 @@ def describe(study: StudyConfig, sd: float | None = None) -> Design:
         detectable = minimum_detectable(n, spread.sd, confidence=_last_level(study))
     return Design(
         study.name, study.question, costs, slots, seconds, left, basis, n, smallest_p(n), detectable,
-        _notes(study, spread, detectable, some.task is not None),
+        _notes(study, spread, detectable, some.task is not None, sum(cost.spared for cost in costs)),
     )  # fmt: skip
 
 
@@ -133,7 +138,7 @@ def measured_spread(study: StudyConfig) -> Spread:
     return Spread(math.sqrt(squares / freedom), pairs) if squares else Spread()
 
 
-def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_task: bool) -> list[str]:
+def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_task: bool, spared: float) -> list[str]:
     n, rule = min(len(study.seeds_of(size)) for size in study.sizes or [""]), study.decide
     p, level = smallest_p(n), 1 - rule.confidence
     planned = comparisons(study)
@@ -152,6 +157,10 @@ def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_ta
     if 1 < n < enough:
         notes.append("with so few seeds every verdict will be marked provisional")
     notes += _looks(study)
+    if spared:
+        notes.append(
+            f"steps that runs of several lengths share count once; with --on ray, {spared:.3g} FLOPs come on top"
+        )
     if some_task:
         notes.append(
             "a task's texts count as task.max_length tokens and its evaluations as nothing: tokens, FLOPs and times "
@@ -260,31 +269,21 @@ def built_counts(config: RunConfig) -> Counts:
     return Counts(report.total, report.trainable, flops.forward, flops.total, *sizes)
 
 
-def _cost(cells: list[Cell], study: StudyConfig) -> Cost:
+def _cost(cells: list[Cell], taken: Mapping[str, int]) -> Cost:
     config, group, train = cells[0].config, cells[0].group, cells[0].config.train
     found = counts_of(config)
     steps, step = _steps(config, found.context), train.batch_size * found.context
-    shared = _shared_steps(cells[0], study)
+    shared = taken.get(cells[0].config.id, 0)
     tokens = (steps - shared) * step * len(cells)
     kept = (8 * found.width + 2 * found.inner) * found.layers * step // train.accumulate  # for the backward pass
     each = 3 + (train.average is not None)  # gradient, moments, average; frozen weights have none of them
     memory = 4 * (found.total + each * found.trainable + kept)  # fp32
     per_evaluation = 0 if config.task else train.eval_tokens or 0
-    evaluated = -(-(steps - shared) // train.eval_every) * per_evaluation * len(cells)
+    evaluated = (-(-steps // train.eval_every) - shared // train.eval_every) * per_evaluation * len(cells)
     return Cost(
         cells[0].stage, *group, cells[0].budget, len(cells), found.total, found.trainable, tokens, found.flops * tokens,
-        found.forward * evaluated, memory,
+        found.forward * evaluated, memory, found.flops * shared * step * len(cells),
     )  # fmt: skip
-
-
-def _shared_steps(cell: Cell, study: StudyConfig) -> int:
-    """Steps that a run of the comparison takes over from the next shorter budget instead of taking them itself."""
-    budgets = study.budgets_of(cell.group.size)
-    before = [b for b in budgets if b is not None and cell.budget is not None and b < cell.budget]
-    train = cell.config.train
-    if cell.stage != "compare" or not before or cell.config.method.oelm(0).schedule:
-        return 0
-    return train.decay_start(before[-1]) if train.warmup(before[-1]) == train.warmup(cell.budget or 0) else 0
 
 
 def _timed(

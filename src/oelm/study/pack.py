@@ -16,14 +16,15 @@ import re
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
 from ..integrity import parse_json, seal_holds, sealed
-from ..record import is_claimed, read_run, write_bytes_atomically
+from ..record import differences, is_claimed, read_run, write_bytes_atomically
 from ..validation import plain_path
+from .watch import design_of, read_study
 
 SUFFIX = ".tar.xz"
 MANIFEST = "manifest.json"
@@ -46,8 +47,11 @@ def page_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(SUFFIX) + ".html") if is_packed(path) else path / "report.html"
 
 
-def pack(folder: Path, out: Path) -> tuple[int, list[str]]:
-    """Writes a study folder as one file: (runs in it, unfinished runs left out)."""
+def pack(folder: Path, out: Path, replace: bool = False) -> tuple[int, list[str]]:
+    """Writes a study folder as one file: (runs in it, unfinished runs left out).
+
+    A file that stands there and holds more than the folder is refused, unless it may be replaced.
+    """
     if not (folder / "study.json").is_file():
         raise FileNotFoundError(f"{folder}: no study.json there, so not a study folder")
     if not out.name.endswith(SUFFIX):
@@ -63,16 +67,48 @@ def pack(folder: Path, out: Path) -> tuple[int, list[str]]:
     if (size := sum(path.stat().st_size for path in paths if path.is_file())) > LARGEST:
         raise ValueError(f"{folder}: its records have {size:,} bytes, a packed study {LARGEST:,} at most")
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.is_file()}
+    if out.exists() and not replace:
+        _check_loss(out, folder, files.keys())
+    write_bytes_atomically(out, _archive(folder.resolve().name, files))
+    return len(runs), [run.name for run in unfinished]
+
+
+def _archive(study: str, files: dict[str, bytes]) -> bytes:
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    manifest = json.dumps(sealed({"format": 1, "name": folder.resolve().name, "sha256": sums}), indent=1)
+    manifest = json.dumps(sealed({"format": 1, "name": study, "sha256": sums}), indent=1)
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:xz", preset=9) as archive:
         for name, data in {MANIFEST: manifest.encode(), **files}.items():
             entry = tarfile.TarInfo(name)  # without owner and time: the same study is the same bytes
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
-    write_bytes_atomically(out, content.getvalue())
-    return len(runs), [run.name for run in unfinished]
+    return content.getvalue()
+
+
+def _check_loss(out: Path, folder: Path, packed: Iterable[str]) -> None:
+    """Raises if a packed study, maybe the only copy of its runs, holds what is not going to be packed in its place."""
+    study, ways = read_study(folder), "choose another file with -o, or give --replace to write over this one"
+    try:
+        before = opened(out)
+        held = {path.relative_to(before).as_posix() for path in before.rglob("*") if path.is_file()}
+        changed = differences(design_of(read_study(before)), design_of(study))
+        lost = (held - {*packed}) | (_finished(before, held) - _finished(folder, packed))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{out}: is there already and cannot be read ({error}); {ways}") from None
+    if changed:
+        raise ValueError(f"{out}: holds a study of another design ({changed[0]}); {ways}")
+    if lost:
+        first, *more = sorted({name.partition("/")[0] for name in lost})
+        raise ValueError(
+            f"{out}: holds what {folder} lacks or has not finished: {first}{f' and {len(more)} more' if more else ''}; "
+            f"unpack it with oelm study unpack and copy them into the folder, {ways}"
+        )
+
+
+def _finished(folder: Path, names: Iterable[str]) -> set[str]:
+    """The records of runs that have a result."""
+    records = [name for name in names if name.endswith("/run.json")]
+    return {name for name in records if read_run((folder / name).parent)["status"] == "finished"}
 
 
 def unpack(file: Path, folder: Path) -> int:
@@ -81,6 +117,8 @@ def unpack(file: Path, folder: Path) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: is there already; choose another folder with -o")
     files, fresh = _read(file)[1], folder.with_name(f".{folder.name}.new")
+    if fresh.exists():  # left by an unpacking that was killed
+        shutil.rmtree(fresh)
     try:
         runs = _write(files, fresh)
         os.replace(fresh, folder)
@@ -91,8 +129,11 @@ def unpack(file: Path, folder: Path) -> int:
 
 def _write(files: dict[str, bytes], folder: Path) -> int:
     for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+        target = folder / name
+        if not target.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{name!r} leads out of {folder}, so it does not belong into a study")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
     return sum(name.endswith("/run.json") for name in files)
 
 
@@ -141,7 +182,8 @@ def _entries(file: Path) -> Iterator[tuple[str, bytes]]:
         for entry in archive:
             run, slash, name = entry.name.rpartition("/")
             known = name in (RECORD if slash else (MANIFEST, *BESIDE)) or (not slash and is_bench(name))
-            if not entry.isreg() or entry.sparse or not known or run.startswith(".") or {*run} & {*"/\\"}:
+            inside = not slash or re.fullmatch(r"[^./\\][^/\\]*", run)
+            if not entry.isreg() or entry.sparse or not known or not inside:
                 raise ValueError(f"{entry.name!r} does not belong into a study")
             found = archive.extractfile(entry)
             assert found is not None  # of a regular file

@@ -98,9 +98,9 @@ def choose_from_grid(results: Results) -> Choice | None:
     if not sound:
         return None
     best = min(sound, key=lambda point: statistics.fmean(sound[point]))
-    ends: dict[Point, Edge] = {max(sound): "highest", min(sound): "lowest" if len(sound) > 1 else "only"}
-    beyond = [point for point in out if (point > best if ends.get(best) == "highest" else point < best)]
-    return Choice(RATE, best, None if beyond else ends.get(best), sound, out)
+    above, below = (any(turn * point[0] > turn * best[0] for point in results) for turn in (1, -1))
+    ends: dict[tuple[bool, bool], Edge] = {(False, True): "highest", (True, False): "lowest", (False, False): "only"}
+    return Choice(RATE, best, ends.get((above, below)), sound, out)
 
 
 def explore(search: Closing, results: Results) -> tuple[list[Point], Choice | None]:
@@ -109,6 +109,11 @@ def explore(search: Closing, results: Results) -> tuple[list[Point], Choice | No
     No choice although every point is measured: all of them failed, down to the bound.
     """
     axes = list(search.over.values())
+    rate_first = sorted(range(len(axes)), key=lambda i: list(search.over)[i] not in RATE)
+
+    def height(steps: Steps) -> Steps:
+        """For the lower of two: by the learning rate before anything else."""
+        return tuple(steps[i] for i in rate_first)
 
     def at(steps: Steps) -> Point:
         return tuple(axis.value(step) for axis, step in zip(axes, steps, strict=True))
@@ -127,11 +132,11 @@ def explore(search: Closing, results: Results) -> tuple[list[Point], Choice | No
         if sound:
             lowest_loss = min(sound, key=lambda steps: statistics.fmean(sound[steps]))
             limit = statistics.fmean(sound[lowest_loss]) + search.tie
-            best = min(steps for steps in sound if statistics.fmean(sound[steps]) <= limit)
+            best = min((steps for steps in sound if statistics.fmean(sound[steps]) <= limit), key=height)
             more = [steps for point in (lowest_loss, best) for steps in around(point) if steps not in wanted]
-        else:  # too fast everywhere: the first key goes down until something holds
-            lowest = min(wanted)
-            more = [s for s in around(lowest) if s < lowest and s not in wanted]
+        else:  # too fast everywhere: down until something holds
+            lowest = min(wanted, key=height)
+            more = [s for s in around(lowest) if height(s) < height(lowest) and s not in wanted]
         if not more:
             if not sound:
                 return [at(steps) for steps in wanted], None

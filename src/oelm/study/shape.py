@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ..config import RunConfig
@@ -59,33 +61,107 @@ def shape_of(config: RunConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """What decides how long a step takes beside its shape and its arm, in the words of a run's file."""
+    train, system = config.train, config.system
+    return {
+        "precision": train.precision, "optimizer": train.optimizer, "accumulate": train.accumulate,
+        "clip": train.clip is not None, "compile": "default" if system.compile is True else system.compile,
+        "gradient_checkpointing": system.gradient_checkpointing, "deterministic": system.deterministic,
+    }  # fmt: skip
+
+
+def definition_of(config: RunConfig, reference: RunConfig) -> dict[str, dict[str, Any]]:
+    """What an arm of a benchmark is: its method, and what else it does not share with the reference.
+
+    The precision is not among that: arms of one process are all timed in the reference's.
+    """
+    shared = _facts(reference)
+    own = {k: v for k, v in _facts(config).items() if v != shared.get(k) and k != "precision"}
+    return {"method": _method(config), "own": own}
+
+
 def timed_size(bench: Mapping[str, Any], study: StudyConfig) -> tuple[str | None, str]:
     """Whose step times a benchmark has: (the study's size, "" if it has but one), or (None, why it is none of them).
 
-    `bench` is the content of a bench.json. One that does not say what it measured is of no shape.
+    `bench` is the content of a bench.json. One that does not say what it measured is of no shape; settings that it
+    does not name, as older ones do not, are taken on trust.
     """
     try:
-        given = bench["shape"]
-        found = {"batch_size": given["batch_size"], "context": given["context"], "vocab_size": given["vocab_size"]}
-        found["model"] = _spelled_out(given["model"])
+        found = _timed(bench)
     except (KeyError, TypeError):
         return None, "does not say which model it timed, at which batch size and vocabulary"
     reasons = []
     for group, config in _group_configs(study).items():
         if group.arm != study.decide.reference:
             continue
-        wanted = shape_of(config)
-        pairs = {key: (found[key], wanted[key]) for key in ("batch_size", "context", "vocab_size")}
-        pairs |= {f"model.{key}": (found["model"].get(key), value) for key, value in wanted["model"].items()}
-        differing = [f"{k} {was} instead of {is_}" for k, (was, is_) in pairs.items() if is_ is not None and was != is_]
+        differing = _differing(found, _facts(config))
         if not differing:
             return group.size, ""
         reasons.append(f"timed another shape: {', '.join(differing)}")
     return None, min(reasons, key=len)
 
 
+def odd_arms(bench: Mapping[str, Any], study: StudyConfig, size: str) -> dict[str, str]:
+    """Arms of a benchmark that are something else than what the study calls so at this size, with what differs.
+
+    Those whose definition it does not name, as older ones do not, are taken on trust.
+    """
+    configs = {group.arm: config for group, config in _group_configs(study).items() if group.size == size}
+    odd = {}
+    for name, arm in bench["arms"].items():
+        if name not in configs or arm.get("method") is None:
+            continue
+        found = _timed(bench) | (arm.get("own") or {}) | _named("method", arm["method"])
+        try:
+            wanted = _facts(configs[name]) | _named("method", _method(configs[name]))
+        except ValueError as error:  # an arm that exists no more
+            odd[name] = str(error).partition(";")[0]
+            continue
+        if differing := _differing(found, wanted):
+            odd[name] = f"timed another arm of this name: {', '.join(differing)}"
+    return odd
+
+
+def _timed(bench: Mapping[str, Any]) -> dict[str, Any]:
+    """What a benchmark says it timed, spelled as `_facts` does."""
+    shape = bench["shape"]
+    found = {"batch_size": shape["batch_size"], "context": shape["context"], "vocab_size": shape["vocab_size"]}
+    return found | _named("model", _spelled_out(shape["model"])) | (bench.get("settings") or {})
+
+
+def _facts(config: RunConfig) -> dict[str, Any]:
+    """Shape and settings of a run, each under its own key, without what only the model knows."""
+    shape = shape_of(config)
+    model = _named("model", shape.pop("model"))
+    return {key: value for key, value in (shape | model | settings_of(config)).items() if value is not None}
+
+
+def _named(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for key, value in values.items()}
+
+
+def _method(config: RunConfig) -> dict[str, Any]:
+    """An arm's definition as JSON has it. Frames of any seed take the same time."""
+    found = json.loads(json.dumps(asdict(config.method.oelm(0))))
+    return {key: value for key, value in found.items() if key != "seed"}
+
+
+def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """In what a timing departs from a run. Every field of the model counts, all others where the timing has them."""
+    if wanted["precision"] == "auto":  # what that is on the machine of the timing
+        wanted = {**wanted, "precision": found.get("auto_precision")}
+    return [
+        f"{key} {found.get(key)} instead of {value}"
+        for key, value in wanted.items()
+        if found.get(key) != value and (key in found or key.startswith("model."))
+    ]
+
+
 def _group_configs(study: StudyConfig) -> dict[Group, RunConfig]:
-    """A run of every group; what is searched changes no step time, so any of its values will do."""
+    """A run of every group; what is searched changes no step time, so any of its values will do, and any seed."""
+    seeds = {size: study.seeds_of(size)[:1] for size in study.sizes} or study.seeds_of("")[:1]
+    study = study.model_copy(update={"seeds": seeds, "extension": []})
     points = {cell.group: cell.point for cell in search_runs(study)}
     return {cell.group: cell.config for cell in reversed(comparison_runs(study, points))}
 

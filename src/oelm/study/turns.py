@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from ..stats import Interval, median_interval
 
 TOLERANCE = 0.1  # a yardstick farther off than this spoils the turns beside it
+SHARE = 0.02  # of a turn that a yardstick takes: a single short product beside a long turn would tell of its own noise
+REPEATS = (3, 101)  # of a yardstick's product, at least and at most
 ROUNDS = 12  # six pairs are the fewest that have an interval
 
 
@@ -34,7 +36,7 @@ class Ratio:
     """Median of the paired ratios contender / reference."""
 
     ratio: float
-    interval: Interval | None  # of 95 %, free of assumptions on the distribution; None below six pairs
+    interval: Interval | None  # of 95 %, for independent pairs of whatever distribution; None below six of them
     pairs: int
 
 
@@ -88,6 +90,12 @@ class Rounds:
             found.interval.high - found.interval.low if found and found.interval else math.inf for found in rivals
         ]
         return pairs, max(widths)
+
+
+def repeats(turn: float, product: float) -> int:
+    """Of how many products a yardstick is the median, by the seconds of a turn and of a product."""
+    least, most = REPEATS
+    return min(max(least, round(SHARE * turn / product)), most)
 
 
 def take_turns(

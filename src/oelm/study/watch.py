@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..integrity import SEAL, read_object, seal_holds, sealed
-from ..record import differences, evaluations, is_claimed, read_metrics, read_run, sweep, write_atomically
+from ..integrity import SEAL, content_id, read_object, seal_holds, sealed
+from ..record import DESIGN, differences, evaluations, is_claimed, read_metrics, read_run, sweep, write_atomically
 from ..validation import validation_line
 from .plan import Cell, Group, StudyConfig, check_runs, choose, comparison_runs, groups, search_runs
 from .search import Point
@@ -31,6 +31,7 @@ COLUMNS = {
 }  # fmt: skip
 STATUSES = {"running": "cyan", "failed": "red", "damaged": "red", "interrupted": "yellow", "stopped": "yellow",
             "waiting": "", "finished": "green"}  # fmt: skip
+FREE = {"name", "execution", "cpu", "extension"}  # of a study: may change after it began
 OVER = ("finished", "failed", "damaged")
 
 
@@ -49,19 +50,37 @@ def _begin(study: StudyConfig, path: Path) -> None:
         before = read_study(study.folder)
         if lost := [seed for seed in before.extension if seed not in study.extension]:
             raise ValueError(f"{path}: the study was extended by seed {lost[0]}; extension may grow, not shrink")
-        if changed := differences(_design(before), _design(study)):
+        if changed := differences(design_of(before), design_of(study)):
             raise ValueError(
                 f"{path}: the study began with another design ({'; '.join(changed)}); restore the file, "
                 f"or start a study of its own with name={study.name}-2; seeds may be added as extension=[...]"
             )
-        if study.extension == before.extension:
-            return
+        if study.extension != before.extension:
+            write_atomically(path, _text(read_object(path) | {"extension": study.extension}))
+        return
     write_atomically(path, study_text(study))
 
 
 def study_text(study: StudyConfig) -> str:
-    """study.json, with a checksum of itself: a margin that changes by a bit is another study."""
-    return json.dumps(sealed(study.model_dump(mode="json", exclude={"cpu"})), indent=1) + "\n"
+    """study.json, with a checksum of itself and the design's hash, which every run records when it starts."""
+    facts = study.model_dump(mode="json", exclude={"cpu"})
+    return _text(facts | {DESIGN: _design_id(facts)})
+
+
+def _text(facts: Mapping[str, Any]) -> str:
+    return json.dumps(sealed(facts), indent=1) + "\n"
+
+
+def _design_id(facts: Mapping[str, Any]) -> str:
+    """A hash of study.json as it was written, so that fields of later versions do not change it."""
+    fixed = {key: value for key, value in facts.items() if key not in (*FREE, SEAL, DESIGN)}
+    base = {key: value for key, value in facts["base"].items() if key != "system"}
+    return content_id(fixed | {"base": base, "threads": (facts["base"].get("system") or {}).get("threads")})
+
+
+def begun_with(folder: Path) -> str | None:
+    """The hash of the design that a study began with; None: it began before there were such hashes."""
+    return read_object(folder / "study.json").get(DESIGN)
 
 
 def _has_run(folder: Path) -> bool:
@@ -78,7 +97,9 @@ def read_study(folder: Path) -> StudyConfig:
         facts = read_object(path)
         if SEAL in facts and not seal_holds(facts):  # old ones have none
             raise ValueError("study.json does not match its own checksum; restore it from the study file")
-        found = StudyConfig.model_validate({key: value for key, value in facts.items() if key != SEAL})
+        if facts.get(DESIGN) and facts[DESIGN] != _design_id(facts):
+            raise ValueError("study.json is not the design that the study began with; restore it from the study file")
+        found = StudyConfig.model_validate({key: value for key, value in facts.items() if key not in (SEAL, DESIGN)})
     except ValidationError as error:
         raise ValueError(validation_line(error, StudyConfig, str(path))) from None
     except ValueError as error:
@@ -86,9 +107,9 @@ def read_study(folder: Path) -> StudyConfig:
     return found.at(folder)
 
 
-def _design(study: StudyConfig) -> dict[str, Any]:
+def design_of(study: StudyConfig) -> dict[str, Any]:
     """What decides the numbers and the verdict: not where or how fast it runs."""
-    design = study.model_dump(mode="json", exclude={"name", "execution", "cpu", "extension"})
+    design = study.model_dump(mode="json", exclude=FREE)
     design["base"].pop("system", None)
     return design | {"threads": study.threads}
 

@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,9 +25,10 @@ from filelock import FileLock, Timeout
 
 from ..config import RunConfig
 from ..integrity import META, check_folder, read_object
-from ..record import CLAIM, METRICS, MUST_NOT_CHANGE, PATIENCE, check_metrics, is_claimed
+from ..record import CLAIM, METRICS, MUST_NOT_CHANGE, PATIENCE, check_metrics
 
 OWN = ("max_steps", "max_tokens", "max_time", "decay_share")  # of `train`: what only the end of a run depends on
+MACHINE = ("device", "cpu", "gpu")  # of a record's environment: another one computes other late digits
 PARTS = ("last", "best")  # folders of a run that are never written in place, so that links to their files are copies
 
 
@@ -50,6 +52,19 @@ def shared_steps(config: RunConfig, total: int) -> list[int]:
     """The steps of a run of `total` after which its state is worth keeping."""
     last = config.train.decay_start(total)
     return [step for step in sorted(config.system.prefix_steps) if step <= last] if trunk_name(config) else []
+
+
+def taken_over(configs: Iterable[RunConfig]) -> dict[str, int]:
+    """Run id -> the steps that a run takes over from those before it, where they run in this order on one machine."""
+    kept: dict[Path, list[int]] = {}
+    found: dict[str, int] = {}
+    for config in configs:
+        if folder := trunk_folder(config):
+            total = config.train.max_steps or 0
+            usable = [step for step in kept.get(folder, []) if step <= config.train.decay_start(total)]
+            found[config.id] = max(usable, default=0)
+            kept.setdefault(folder, []).extend(shared_steps(config, total))
+    return found
 
 
 class Trunk:
@@ -98,9 +113,10 @@ class Trunk:
         return None
 
     def keep(self, step: int, facts: dict[str, Any]) -> None:
-        """Leaves the state of a run that has just written its checkpoint of this step."""
+        """Leaves the state of a run that has just written its checkpoint of this step, if it took all steps here."""
         place, saving = self.folder / str(step), self.folder / ".saving"
-        if not place.exists() and self.lock.is_locked:
+        here = all(_machine(sitting) == _machine(facts) for sitting in facts["sittings"])
+        if not place.exists() and self.lock.is_locked and here:
             shutil.rmtree(saving, ignore_errors=True)
             for part in PARTS:
                 link(self.run / part, saving / part)
@@ -114,9 +130,17 @@ class Trunk:
     @staticmethod
     def _facts(facts: dict[str, Any]) -> dict[str, Any]:
         """What else decides the numbers and is known only once a run has begun."""
+        import torch  # here, because a plan does without it
+
         known = {key: facts.get(key) for key in (*MUST_NOT_CHANGE, "processes")}
-        known["device"] = (facts.get("environment") or {}).get("device")
+        known["machine"] = _machine(facts) | {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
         return json.loads(json.dumps(known))
+
+
+def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What computes in a run, or in a sitting of it, as its record says."""
+    environment = facts.get("environment") or {}
+    return {key: environment.get(key) for key in MACHINE}
 
 
 def check_state(place: Path) -> None:
@@ -159,12 +183,21 @@ def drop_unneeded(configs: Iterable[tuple[RunConfig, bool]]) -> None:
         for folder in place.iterdir() if place.is_dir() else ():
             steps = needed.get(folder, set())  # of none, where another version of the source made it
             listed = kept[folder] if folder in kept else kept_steps(folder)
-            unneeded = [step for step in listed if step not in steps]
-            if unneeded and not is_claimed(folder):  # nobody is reading there
-                for step in unneeded:
-                    leaving = folder / f".{step}.leaving"  # renamed first: nobody takes up half of it
-                    os.replace(folder / str(step), leaving)
-                    shutil.rmtree(leaving, ignore_errors=True)
+            _drop(folder, [step for step in listed if step not in steps])
+
+
+def _drop(folder: Path, steps: Sequence[int]) -> None:
+    """Removes these states, and what a kill left half made or half removed, unless somebody is at work there."""
+    leftovers = [*folder.glob(".saving"), *folder.glob(".*.leaving")]
+    if not steps and not leftovers:
+        return
+    with suppress(OSError), FileLock(folder / CLAIM, timeout=0):  # what has to stay now goes the next time
+        for leftover in leftovers:
+            shutil.rmtree(leftover, ignore_errors=True)
+        for step in steps:
+            leaving = folder / f".{step}.leaving"  # renamed first: nobody takes up half of it
+            os.replace(folder / str(step), leaving)
+            shutil.rmtree(leaving, ignore_errors=True)
 
 
 def kept_steps(folder: Path) -> list[int]:

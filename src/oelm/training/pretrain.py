@@ -144,6 +144,7 @@ class Pretraining:
         facts = {
             "data_folder": str(folder),
             "data_sha256": {name: manifest.check(folder, name) for name in manifest.splits},  # as read, not as said
+            "data_tokens": {name: split.tokens for name, split in manifest.splits.items()},
         }  # fmt: skip
         if has_weights(self.config.model):
             facts["model_sha256"] = _weights_sha256(self._build(manifest.vocab_size))

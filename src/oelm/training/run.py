@@ -19,7 +19,7 @@ from ..integrity import trusts_remote_code
 from ..method.surgery import apply_oelm
 from ..method.verify import unwrap, verify
 from ..models.build import check_saved
-from ..record import ANSWERS, Run, arm_changes, claimed, read_run, write_predictions
+from ..record import ANSWERS, Run, arm_changes, claimed, read_run, study_design, write_predictions
 from ..runs import drop_checkpoints
 from ..runtime import (
     best_device,
@@ -112,7 +112,7 @@ def run_unless_finished(config: RunConfig, quiet: bool = False) -> tuple[dict[st
             "precision": precision, "precision_reason": reason, "processes": accelerator.num_processes,
             "environment": environment(accelerator.device),
             "trust_remote_code": trusts_remote_code(),
-            "datasheet_flops": datasheet_peak(accelerator.device, precision), **found,
+            "datasheet_flops": datasheet_peak(accelerator.device, precision), **study_design(folder), **found,
         }  # fmt: skip
         run = Run.open(folder, facts, quiet)
         run.say(f"run {config.id} in {folder}; {sentence}")
