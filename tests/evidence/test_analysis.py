@@ -236,7 +236,7 @@ def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, w
     (row,) = savings(analyse(tmp_path / "s"))
     assert (row.standing, row.saving) == (standing, pytest.approx(1 - ratio))
     for each in ("warning", "note"):
-        flagged = f"above the ceiling, which the arithmetic does not allow: oelm ({1 - ratio:.2%}, ceiling 4.80%)."
+        flagged = f"above the ceiling of the matrix products: oelm ({1 - ratio:.2%}, ceiling 4.80%)."
         assert (flagged in said(tmp_path / "s", each)) == (each == weight)
 
 
