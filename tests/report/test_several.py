@@ -65,6 +65,17 @@ def test_each_arm_stands_beside_itself_with_the_interval_and_the_verdict_of_each
     assert [name for name in rows if f">{name}<" in figure.svg] == ["baseline", "oelm", "oelm-random"]  # compared
 
 
+def test_studies_with_the_same_runs_or_seeds_are_no_second_opinion(shelf, tmp_path):
+    fake_study(tmp_path / "again", cost=COST, search=False)
+    fake_study(tmp_path / "new", cost=COST, search=False, steps=400)
+    ours, *others = (analyse(path) for path in (shelf / "short", tmp_path / "again", tmp_path / "new"))
+    same, new = (" ".join(notice.text for notice in several([ours, other]).notices) for other in others)
+    assert "short and again share 18 runs: their columns are no independent evidence." in same
+    assert "share" not in new
+    for text, name in ((same, "again"), (new, "new")):
+        assert f"short and {name} have seeds in common (0, 1, 2, 3, 4, 5)" in text
+
+
 def test_what_differs_is_listed_and_what_is_the_same_is_not(shelf):
     rows = cells(several([analyse(folder) for folder in both(shelf)]).settings)
     said = {name: [cell.main[0] for cell in row] for name, row in rows.items()}

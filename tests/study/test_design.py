@@ -15,6 +15,7 @@ from oelm.models.presets import vocabulary
 from oelm.record import record_text
 from oelm.study.design import built_counts, counts_of, describe, design_table
 from oelm.study.plan import comparison_runs, search_runs
+from oelm.study.watch import begin, study_text
 
 
 def test_the_plan_counts_runs_arithmetic_and_memory(load):
@@ -42,6 +43,20 @@ def test_the_plan_says_what_the_seeds_can_show(load):
     alone = describe(load(seeds=[0]))
     assert alone.detectable is None
     assert any("no verdict is attainable" in note for note in alone.notes)
+
+
+def test_the_plan_names_studies_with_the_same_seeds(load, tmp_path):
+    study = load("name=ours", seeds=[3, 4, 5])
+    theirs, broken = tmp_path / "theirs" / "study.json", tmp_path / "broken" / "study.json"
+    for path in (theirs, broken):
+        path.parent.mkdir()
+    broken.write_text("{")
+    theirs.write_text(study_text(load(seeds=[4, 5, 6])))
+    note = "theirs beside it has seeds 4, 5 too: choose others for a second opinion"
+    assert note in describe(study).notes
+    theirs.write_text(study_text(load(seeds=[6])))
+    begin(study)
+    assert not any("too: choose" in note for note in describe(study).notes)
 
 
 def test_the_plan_shows_the_looks_and_the_worst_case(load):

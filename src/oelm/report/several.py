@@ -256,6 +256,11 @@ def _notices(analyses: Sequence[Analysis]) -> list[Notice]:
     for name, analysis in zip(names, analyses, strict=True):
         if count := sum(notice.weight == "warning" for notice in notices(analysis)):
             found.append(Notice("warning", f"{name} has {count} warning{'s' * (count != 1)}; see its section."))
+    for one, other in combinations(analyses, 2):
+        if both := {cell.seed for cell, _ in one.compare} & {cell.seed for cell, _ in other.compare}:
+            text = f"{one.study.name} and {other.study.name} have seeds in common ({', '.join(map(str, sorted(both)))})"
+            text += ": with the same model and text also starts and batches. Then neither confirms the other."
+            found.append(Notice("note", text))
     text = (
         "Every verdict is corrected for the comparisons of its own study only. Picking the best of several studies "
         "after seeing them is a further choice, which no interval here accounts for."

@@ -26,7 +26,7 @@ from .execute import THREADS, share_cores
 from .gpus import gpu_memory
 from .plan import Cell, Group, StudyConfig, check_runs, comparison_runs, comparisons, groups, search_runs
 from .search import Point
-from .watch import Seen, compared_value, duration_text, planned
+from .watch import Seen, compared_value, duration_text, planned, seed_lists, seeds_elsewhere
 
 # Prints the FLOP/s of the fastest of a few single-precision products.
 PRODUCT = """
@@ -110,7 +110,7 @@ def describe(study: StudyConfig, sd: float | None = None) -> Design:
         here = [cost for cost in costs if cost.stage == stage]
         seconds[stage] = max(sum(c.seconds for c in here) / abreast, max(c.seconds / c.runs for c in here))
     left = max(0.0, sum(seconds.values()) - spent / abreast)
-    n, detectable = min(len(study.seeds_of(size)) for size in study.sizes or [""]), None
+    n, detectable = min(map(len, seed_lists(study))), None
     if n > 1:
         detectable = minimum_detectable(n, spread.sd, confidence=_last_level(study))
     return Design(
@@ -139,7 +139,7 @@ def measured_spread(study: StudyConfig) -> Spread:
 
 
 def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_task: bool, spared: float) -> list[str]:
-    n, rule = min(len(study.seeds_of(size)) for size in study.sizes or [""]), study.decide
+    n, rule = min(map(len, seed_lists(study))), study.decide
     p, level = smallest_p(n), 1 - rule.confidence
     planned = comparisons(study)
     times = planned if rule.correction == "holm" and planned > 1 else 1
@@ -157,6 +157,10 @@ def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_ta
     if 1 < n < enough:
         notes.append("with so few seeds every verdict will be marked provisional")
     notes += _looks(study)
+    for name, shared in seeds_elsewhere(study).items():
+        notes.append(
+            f"{name} beside it has seeds {', '.join(map(str, shared))} too: choose others for a second opinion"
+        )
     if spared:
         notes.append(
             f"steps that runs of several lengths share count once; with --on ray, {spared:.3g} FLOPs come on top"

@@ -6,8 +6,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +106,21 @@ def read_study(folder: Path) -> StudyConfig:
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return found.at(folder)
+
+
+def seed_lists(study: StudyConfig) -> list[list[int]]:
+    """The seeds of the comparison, of each size."""
+    return [study.seeds_of(size) for size in study.sizes or [""]]
+
+
+def seeds_elsewhere(study: StudyConfig) -> dict[str, list[int]]:
+    """Studies beside this one, and its seeds that they have too: two verdicts from the same draws are not two."""
+    found, ours = {}, {*chain(*seed_lists(study))}
+    for path in sorted(study.folder.parent.glob("*/study.json")):
+        with suppress(OSError, ValueError):  # whoever reads that study says what is wrong with it
+            if path.parent != study.folder and (both := ours & {*chain(*seed_lists(read_study(path.parent)))}):
+                found[path.parent.name] = sorted(both)
+    return found
 
 
 def design_of(study: StudyConfig) -> dict[str, Any]:
