@@ -55,7 +55,7 @@ def test_inspect_prints_the_table_the_counts_and_the_ceiling():
     text = run("inspect", "tiny", "method=oelm-q", "method.gain=2")
     assert "headwise  2     frozen" in text
     assert "keep      2     trained" in text
-    assert "FLOP ceiling: freezing saves at most" in text
+    assert "FLOP ceiling: freezing removes" in text
     facts = json.loads(run("inspect", "tiny", "method=oelm-slices", "-f", "json"))
     assert facts["frozen"] == 2 * 2 * 64 * 64
     assert facts["orthogonality_error"] == 0.0

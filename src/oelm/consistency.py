@@ -41,17 +41,17 @@ def _problems(folder: Path, facts: dict[str, Any], metrics: list[dict[str, Any]]
 def _design(facts: dict[str, Any]) -> Iterator[str]:
     """`science` is the part of `config` that decides the numbers: what is in one is in the other, or not set."""
     left = [*PLACE, *(["data"] if facts["config"].get("task") else [])]  # a task has its texts from there
-    config = dict(_leaves({key: value for key, value in facts["config"].items() if key not in left}))
-    science = dict(_leaves(facts["science"]))
+    config = dict(leaves({key: value for key, value in facts["config"].items() if key not in left}))
+    science = dict(leaves(facts["science"]))
     for key in sorted(config.keys() | science.keys()):
         if config.get(key) != science.get(key):
             yield f"run.json: {key} is {config.get(key)!r} in config and {science.get(key)!r} in science"
 
 
-def _leaves(section: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(section: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{path}{key}.")
+            yield from leaves(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value
 

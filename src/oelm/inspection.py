@@ -35,7 +35,7 @@ class Inspection:
             f"{self.model} ({self.origin}), method {self.arm}",
             str(self.report),
             f"orthogonality error {error:.1e}" if error is not None else "orthogonality not promised or not measured",
-            f"FLOP ceiling: freezing saves at most {self.flops.ceiling:.1%} of a training step "
+            f"FLOP ceiling: freezing removes {self.flops.ceiling:.1%} of the matrix products of a training step "
             f"at {self.context} tokens per sequence",
         ]
         return "\n".join(lines)

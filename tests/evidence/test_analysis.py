@@ -15,7 +15,7 @@ from oelm import stats
 from oelm.config import load_config
 from oelm.evidence.analysis import Arm, Setting, _decided, analyse
 from oelm.evidence.savings import savings
-from oelm.evidence.start import start_of
+from oelm.evidence.start import reference_start, start_of
 from oelm.integrity import content_id
 from oelm.record import record_text
 from oelm.report.answers import answers_table
@@ -138,7 +138,7 @@ def test_runs_that_contradict_each_other_are_named(tmp_path):
     found = said(tmp_path / "s", "warning")
     assert re.search(r"\d+ runs were made for another design than study.json has now: ", found)
     assert "Runs of different seeds have the same losses, so they are one run: oelm (seeds 3, 4)." in found
-    assert "Not all seeds of an arm freeze or train the same number of weights: oelm (5 or 131,072)." in found
+    assert "the same number of weights: oelm (5 frozen, 918,779 trained or 131,072 frozen, 787,712 trained)." in found
 
 
 def test_an_arm_of_another_training_is_no_reference(tmp_path):
@@ -148,15 +148,16 @@ def test_an_arm_of_another_training_is_no_reference(tmp_path):
                                ("relative", {"positions": "relative"}, {"weight_decay": 0.2})):  # fmt: skip
         changed = base | {"model": {"name": "small"} | model, "train": base["train"] | train}
         fake_study(tmp_path / name, search=False, cost={"fair": 0.0}, decide={"reference": "fair"}, base=changed)
-    with pytest.raises(
-        ValueError, match="wide: has model.d_model = 256, here it is the default: not the same training"
-    ):
+    with pytest.raises(ValueError, match="wide: has model.d_model = 256, here it is 128: not the same training"):
         analyse(tmp_path / "ours", f"{tmp_path / 'wide'}:fair")
     with pytest.raises(ValueError, match="long: has train.max_steps = 400, here it is 200"):
         analyse(tmp_path / "ours", f"{tmp_path / 'long'}:fair")
+    spelled = base | {"model": {"name": "small", "n_layer": 4, "d_ff": 512, "positions": "learned"}}
+    fake_study(tmp_path / "spelled", search=False, cost={"fair": 0.0}, decide={"reference": "fair"}, base=spelled)
+    assert analyse(tmp_path / "ours", f"{tmp_path / 'spelled'}:fair").against == ()
     look = analyse(tmp_path / "ours", f"{tmp_path / 'relative'}:fair")
     assert look.against == (
-        "model.positions = relative instead of the default",
+        "model.positions = relative instead of learned",
         "train.weight_decay = 0.2 instead of 0.1",
     )
     assert "trained otherwise: model.positions = relative" in " ".join(n.text for n in notices(look))
@@ -164,10 +165,13 @@ def test_an_arm_of_another_training_is_no_reference(tmp_path):
 
 def test_text_that_was_read_more_than_once_is_said(tmp_path):
     fake_study(tmp_path / "s")
-    assert "more than once" not in said(tmp_path / "s", "note")
+    assert "text was read" not in said(tmp_path / "s", "note")
     for path in (tmp_path / "s").glob("*/run.json"):
         edit(path, data_tokens={"train": 100_000, "val": 5000})
-    assert "The training text was read more than once: the training (4.1) times." in said(tmp_path / "s", "note")
+    assert (
+        "The training text was read 4.1 times. A longer training here means the same text again, not more text."
+        in said(tmp_path / "s", "note")
+    )
 
 
 def test_a_failed_run_costs_its_pair_and_is_named_with_its_error(tmp_path):
@@ -238,16 +242,6 @@ def test_a_saving_above_the_flop_ceiling_is_flagged(tmp_path, ratio, standing, w
     for each in ("warning", "note"):
         flagged = f"above the ceiling of the matrix products: oelm ({1 - ratio:.2%}, ceiling 4.80%)."
         assert (flagged in said(tmp_path / "s", each)) == (each == weight)
-
-
-@pytest.mark.parametrize(("most", "standing"), [(None, "impossible"), (0.2, "impossible"), (0.7, "possible")])
-def test_where_a_gpu_waits_for_the_host_more_than_the_ceiling_can_be_saved(tmp_path, most, standing):
-    fake_study(tmp_path / "s", search=False)
-    arms = {"baseline": {"median_step": 0.02, "ratio": 1.0, "ceiling": 0.0},
-            "oelm": {"median_step": 0.01, "ratio": 0.5, "interval": [0.49, 0.51], "ceiling": 0.048,
-                     "most_saved": most}}  # fmt: skip
-    (tmp_path / "s" / "bench.json").write_text(json.dumps({"reference": "baseline", "arms": arms, "shape": SHAPE}))
-    assert savings(analyse(tmp_path / "s"))[0].standing == standing
 
 
 def test_a_seed_that_went_astray_is_named(tmp_path):
@@ -719,6 +713,30 @@ def test_surely_worse_but_not_surely_beyond_the_margin_has_a_name_of_its_own(tmp
 )
 def test_a_start_is_said_in_words(arm, words, start):
     assert start_of(load_config(None, [f"method={arm}", *words])) == start
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "random weights with std 0.02, trained"),
+        (
+            {"sizes": {"a": {"model": {"init_std": "width"}}, "b": {}}},
+            "a: random weights with std 1/sqrt(width), trained; b: random weights with std 0.02, trained",
+        ),
+        (
+            {"search": {"over": {"model.init_std": {"start": 0.02, "factor": 2}}}},
+            "random weights with std 0.02, trained or random weights with std 0.01, trained or random weights with "
+            "std 0.04, trained",
+        ),
+    ],
+)
+def test_the_references_start_is_said_before_it_has_run(fields, said):
+    study = StudyConfig.model_validate(
+        {"name": "s", "question": "?", "base": {"model": "small"}, "arms": {"baseline": {}, "oelm": {}}} | fields
+    )
+    found = reference_start(study, [])
+    assert found.split(" or ")[0] == said.split(" or ")[0]
+    assert {*found.split(" or ")} == {*said.split(" or ")}
 
 
 def test_looks_decide_by_their_own_wider_intervals_and_the_page_says_so(tmp_path):

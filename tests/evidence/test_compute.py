@@ -14,6 +14,7 @@ from oelm.evidence.compute import Ratio, _ratio, _reached, _weights, at_equal_ti
 from oelm.report.check import check_report
 from oelm.report.html import write_report
 from oelm.report.timing import baseline_time_table, equal_time_table
+from oelm.stats import Interval
 from oelm.study.pack import pack
 
 COST = {"baseline": 0.0, "oelm": 0.05, "oelm-q": -0.1, "oelm-random": 0.5}
@@ -65,6 +66,21 @@ def test_a_bound_that_the_seeds_leave_open_says_how_near_it_may_be(tmp_path):
     assert row.tokens.interval.high == np.inf
     fake_study(tmp_path / "t", seeds=4, search=False, noise=0.01, cost=near | {"oelm": 0.3}, budgets=[50, 100, 200])
     assert rows_of(analyse(tmp_path / "t"), "oelm")[1].tokens == Ratio(np.inf, None)  # sure
+
+
+@pytest.mark.parametrize(("seeds", "interval"), [(3, Interval(0.0, np.inf)), (2, None)])
+def test_a_bound_of_which_the_seeds_know_nothing_is_not_shown_as_sure(tmp_path, seeds, interval):
+    """The arm may be beyond all budgets on one side, or on the other. Two seeds have no interval."""
+    wild = {"baseline": 0.0, "oelm": 0.1}
+    fake_study(tmp_path / "s", seeds=seeds, search=False, noise=0.2, cost=wild, budgets=[100, 200])
+    assert any(row.tokens == Ratio(np.inf, interval) for row in rows_of(analyse(tmp_path / "s"), "oelm"))
+
+
+def test_the_clocks_own_error_widens_a_bound():
+    values, ends = np.full(5, np.inf), np.array([0.5, 2.0])
+    sure, timed = (_ratio(values, 4, 0.95, ends, error, 1.5).interval for error in (0.0, 0.01))
+    assert sure == Interval(1.5, np.inf)
+    assert timed.low == pytest.approx(1.5 * np.exp(-3.1824 * 0.01), rel=1e-4)
 
 
 def test_the_loss_is_first_reached_between_the_budgets_around_it():

@@ -62,6 +62,12 @@ def test_a_saving_is_impossible_only_beyond_all_that_can_be_saved(folder, saved,
     assert cells["oelm"][3:] == ["5.2%", "–" if most is None else "8.0%", text]
 
 
+def test_an_older_file_of_a_gpu_knows_nothing_of_the_optimizer(folder):
+    """Its `most_saved` has the time in which the GPU waits alone."""
+    found = savings(write(folder, saved={"oelm": ((0.09, 0.1, 0.11), {"most_saved": 0.08, "method": None})}))
+    assert [(row.standing, row.most) for row in found if row.arm == "oelm"] == [("impossible", None)]
+
+
 def test_the_page_says_where_and_with_how_many_threads_it_was_timed(folder):
     assert "one process (oelm bench step): Imaginary CPU @ 3.0 GHz, 1 CPU thread." in timing_table(write(folder)).note
     on_gpu = ENVIRONMENT | {"gpu": "Imaginary GPU", "threads": 4}

@@ -124,6 +124,7 @@ def test_an_untouched_page_passes_the_check(written, page, tmp_path):
         (r'(data-figure="forest\.".*?<path d="M )\d+', r"\g<1>7", "figure forest.: not as these data are drawn"),
         (r'(data-figure="forest\.".*?<text[^>]*>)1\.', r"\g<1>2.", "figure forest.: not as these data are drawn"),
         (r'(<svg width="26".*?)--arm-0', r"\g<1>--arm-2", "a picture outside of the figures"),
+        (r'(<svg width="26"[^>]*>.*?</svg>)([^<]*)', r"\2\1", "markup: near line"),
         (r'title="[^"]*sign-flip[^"]*"', 'title="p"', "markup: near line"),
         (r"--bad: #b0412b", "--bad: #2b7a57", "markup: near line"),
         (r'(data-figure="curves\." data-v=")\w+', r"\g<1>0", "figure curves.: drawn from other data"),

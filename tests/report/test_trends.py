@@ -14,6 +14,7 @@ from oelm.report.content import content
 from oelm.report.elements import count_text, plain
 from oelm.report.html import write_report
 from oelm.report.scaling import predicted
+from oelm.study.published import HOW
 
 COST = {"baseline": 0.0, "oelm": 0.05, "oelm-q": 0.01}
 SIZES = {"small": {}, "large": {"model": {"d_model": 256}}, "huge": {"model": {"d_model": 512}}}
@@ -51,7 +52,7 @@ def test_the_page_begins_with_the_longest_training_and_the_prediction(written):
     for cell in (oelm[2], oelm[3], oelm[5], oelm[6], other[2], other[3]):  # also published, the last of a row
         assert plain(cell.main) in said
     assert said.count(", published × ") == 1
-    assert ". What is published is one pair of runs with a fixed rate for each, from weights with standard dev" in said
+    assert said.endswith(". The published runs were " + HOW + ".")
     assert said in unescape(re.sub("<[^>]*>", "", (written.parent / "r.html").read_text()))
     assert said in (written.parent / "r.md").read_text().replace("\\", "")
 
@@ -63,7 +64,9 @@ def test_an_extrapolation_from_a_fit_that_missed_says_so(written):
     bent = replace(oelm, held_out={**oelm.held_out, "size": {**oelm.held_out["size"], "log-linear": misses}})
     first, second = plain(predicted(analysis, [bent, other])).split("; ")
     assert re.search(r"oelm PPL × [\d.]+ \[[^]]+\]\*, with an interaction", first)
-    assert re.search(r"\]\. \* Not to be relied on: .* or it missed runs that it had not seen\. What is pub", second)
+    assert re.search(
+        r"\]\. \* Not to be relied on: .* or it missed runs that it had not seen\. The published runs were one", second
+    )
 
     def fitted(law, p):
         return replace(law, held_out={}, fits={kind: replace(fit, p=p) for kind, fit in law.fits.items()})

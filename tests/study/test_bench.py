@@ -96,6 +96,16 @@ def test_the_ceiling_of_causal_kernels_is_higher_where_scores_are_much_of_the_st
     assert bench.most_of_step(slices, reference, 0.0, None) == pytest.approx(0.125, abs=0.002)
 
 
+def test_no_arm_can_save_less_than_its_ceiling():
+    """Smaller queries and keys spare products and scores, so that half of the scores would give the lower ceiling."""
+    base = load_config(None, ["model=small", "model.context=512", "train.batch_size=1", "system.threads=1"])
+    small = base.model_copy(update={"model": base.model.model_copy(update={"qk_dim": 4})})
+    reference, less = (Contender(config, 64, start_accelerator(base)) for config in (base, small))
+    ceilings = [1 - b.total / a.total for a, b in ((reference.flops, less.flops), (reference.least, less.least))]
+    assert ceilings[0] > ceilings[1] + 0.02
+    assert bench.most_of_step(less, reference, 0.0, None) == ceilings[0]
+
+
 @pytest.mark.parametrize(("beyond", "wrong"), [(-0.01, False), (0.01, True)])
 def test_a_saving_is_wrong_only_beyond_the_most_that_the_optimizer_explains_too(monkeypatch, beyond, wrong):
     """A step whose optimizer takes half of it, as with a small batch: its saving is above the ceiling, and true."""

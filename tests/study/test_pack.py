@@ -50,6 +50,12 @@ def ended(run, status):
     (run / "run.json").write_text(record_text(read_run(run) | {"status": status}))
 
 
+def another_curve(run):
+    """The same run, made again elsewhere: late digits differ."""
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(lines.replace('"grad_norm": [1.0', '"grad_norm": [1.1', 1))
+
+
 LOSSES = {
     "a run": shutil.rmtree,
     "a run's answers": lambda run: (run / "predictions.json").unlink(),
@@ -70,7 +76,9 @@ def test_a_file_that_holds_more_than_the_folder_is_not_written_over(tmp_path, lo
     whole, run = out.read_bytes(), min(folder.glob("*/run.json")).parent
     LOSSES[loss](run)
     lost = loss if loss.endswith(".json") else run.name
-    with pytest.raises(ValueError, match=f"s.tar.xz: holds what .*/s lacks or has not finished: {lost}; .*--replace"):
+    with pytest.raises(
+        ValueError, match=f"s.tar.xz: holds what .*/s lacks, has not finished or has otherwise: {lost}; .*--replace"
+    ):
         pack(folder, out)
     assert out.read_bytes() == whole
     pack(folder, tmp_path / "less.tar.xz")
@@ -80,6 +88,15 @@ def test_a_file_that_holds_more_than_the_folder_is_not_written_over(tmp_path, lo
     unpack(tmp_path / "whole.tar.xz", tmp_path / "whole" / "s")
     pack(tmp_path / "whole" / "s", out)  # more than before needs no word
     assert out.read_bytes() == whole
+
+
+def test_a_run_with_another_curve_is_not_written_over(tmp_path):
+    fake_study(tmp_path / "s", seeds=1, search=False, steps=50)
+    pack(tmp_path / "s", tmp_path / "s.tar.xz")
+    run = min((tmp_path / "s").glob("*/run.json")).parent
+    another_curve(run)
+    with pytest.raises(ValueError, match=f"has not finished or has otherwise: {run.name}; "):
+        pack(tmp_path / "s", tmp_path / "s.tar.xz")
 
 
 def test_a_file_of_another_design_or_a_damaged_one_is_not_written_over(tmp_path):

@@ -302,22 +302,26 @@ def _ratio(
 ) -> Ratio:  # fmt: skip
     """The first value, with the jackknife's interval from the others; `error`: of its logarithm, from elsewhere.
 
-    A value beyond what the budgets show has an interval only where it might as well be nearer, at `bound`.
+    A value beyond what the budgets show has an interval only where the seeds leave it open: then it may be as near as
+    `bound`, or anything where `bound` lies beyond the budgets on the other side.
 
     Without a seed the value may lie beyond what the budgets show, which is between `ends`; then it counts as that end,
     and this side of the interval is open.
     """
     value, without = tidy(values[0]), values[1:]
-    if not 0 < value < math.inf:
-        open_ended = Interval(tidy(bound), math.inf) if value else Interval(0.0, tidy(bound))
-        return Ratio(value, open_ended if 0 < bound < math.inf else None)
     if seeds < 3:
         return Ratio(value, None)
+    quantile = float(stdtrit(seeds - 1, (1 + confidence) / 2))
+    if not 0 < value < math.inf:
+        if math.isnan(bound) or bound == value:
+            return Ratio(value, None)
+        near = tidy(bound * math.exp(quantile * error * (-1 if value else 1)))
+        return Ratio(value, Interval(near, math.inf) if value else Interval(0.0, near))
     below, beyond = without == 0, np.isinf(without)
     known = np.log(np.select([below, beyond], list(ends), without))
     spread = math.sqrt((seeds - 1) / seeds * float(((known - known.mean()) ** 2).sum()) + error**2)
     if spread == 0:
         return Ratio(value, None)
-    half = float(stdtrit(seeds - 1, (1 + confidence) / 2)) * spread
+    half = quantile * spread
     low, high = tidy(value * math.exp(-half)), tidy(value * math.exp(half))
     return Ratio(value, Interval(0.0 if below.any() else low, math.inf if beyond.any() else high))

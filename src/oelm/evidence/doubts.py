@@ -22,12 +22,13 @@ def one_curve_twice(analysis: Analysis) -> list[tuple[Setting, Arm, tuple[int, .
     return found
 
 
-def other_counts(analysis: Analysis) -> list[tuple[Setting, Arm, tuple[int, ...]]]:
+def other_counts(analysis: Analysis) -> list[tuple[Setting, Arm, tuple[str, ...]]]:
     """Arms whose runs froze or trained unequal numbers of weights: not one treatment."""
     found = []
     for setting, arm in _arms(analysis):
-        counts = {(run.frozen, run.trainable) for run in arm.runs}
-        found += [(setting, arm, tuple(sorted({frozen for frozen, _ in counts})))] if len(counts) > 1 else []
+        counts = sorted({(run.frozen, run.trainable) for run in arm.runs})
+        said = tuple(f"{frozen:,} frozen, {trainable:,} trained" for frozen, trainable in counts)
+        found += [(setting, arm, said)] if len(counts) > 1 else []
     return found
 
 

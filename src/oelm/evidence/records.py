@@ -106,7 +106,9 @@ class BenchArm(BaseModel):
     ratio: float = Field(gt=0)  # of medians, arm / reference
     interval: tuple[float, float] | None = None  # of the ratio
     ceiling: float = Field(lt=1)  # negative: the arm does more arithmetic than the reference
-    most_saved: float | None = None  # with the optimizer's time, and a GPU's that waits; None: an older file
+    most_saved: float | None = (
+        None  # with the optimizer's time, and a GPU's that waits; an older file's is without the former, or None
+    )
     method: dict[str, Any] | None = None  # the arm's definition; None: an older file
     own: dict[str, Any] | None = None  # settings that it does not share with the reference
 

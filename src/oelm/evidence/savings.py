@@ -45,7 +45,7 @@ def savings(analysis: Analysis) -> list[Saving]:
             Saving(
                 name, size if several else "", 1 - arm.ratio,
                 (1 - arm.interval[1], 1 - arm.interval[0]) if arm.interval else None,
-                arm.ceiling, arm.median_step, (), arm.most_saved,
+                arm.ceiling, arm.median_step, (), arm.most_saved if arm.method is not None else None,
             )
             for size, bench in benches.items() for name, arm in bench.arms.items() if name != bench.reference
         ]  # fmt: skip

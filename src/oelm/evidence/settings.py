@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..config import RunConfig
+from ..consistency import leaves
 from ..study.plan import Cell
+from ..study.shape import shape_of
 
 OWN = ("init_seed", "data_seed", "train.lr")  # differ from run to run by design
 # Where these differ, two runs are not two treatments of one training; that texts are the same, their checksums tell.
@@ -14,21 +17,17 @@ SAME_TRAINING = ("task.max_length", "data.context", "model.name", "model.n_layer
                  "train.batch_size")  # fmt: skip
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            found |= flat(value, f"{name}.")
-        elif name not in OWN and value is not None:
-            found[name] = value
-    return found
+def flat(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in leaves(settings) if name not in OWN and value not in (None, {})}
 
 
 def in_common(cells: Sequence[Cell]) -> dict[str, Any]:
     """Settings with one value in all of these runs."""
-    first, *rest = [flat(cell.config.science()) for cell in cells]
-    return {key: value for key, value in first.items() if all(key in o and o[key] == value for o in rest)}
+    return _common([flat(cell.config.science()) for cell in cells])
+
+
+def _common(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in every[0].items() if all(one.get(key) == value for one in every)}
 
 
 def set_apart(ours: Sequence[Cell], theirs: Iterable[Cell], study: str) -> list[str]:
@@ -36,16 +35,29 @@ def set_apart(ours: Sequence[Cell], theirs: Iterable[Cell], study: str) -> list[
 
     Another model, text or length is refused: such a ratio says nothing about either.
     """
-    shared, varied, found = in_common(ours), {key for cell in ours for key in flat(cell.config.science())}, []
+    every, found = [_whole(cell.config) for cell in ours], []
+    varied = {key for one in every for key in one}
+    shared = _common(every)
     for cell in theirs:
-        other = flat(cell.config.science())
-        for key in sorted(shared.keys() | (other.keys() - varied)):
+        other = _whole(cell.config)
+        for key in sorted(shared.keys() | (other.keys() - varied), key=_rank):
             if key.startswith(("method.", "data.corpus")) or (was := other.get(key)) == (now := shared.get(key)):
                 continue
             if key in SAME_TRAINING:
                 raise ValueError(f"{study}: has {key} = {_said(was)}, here it is {_said(now)}: not the same training")
             found.append(f"{key} = {_said(was)} instead of {_said(now)}")
     return list(dict.fromkeys(found))
+
+
+def _rank(key: str) -> tuple[int, str]:
+    """What forbids a comparison comes first, in the order above."""
+    return SAME_TRAINING.index(key) if key in SAME_TRAINING else len(SAME_TRAINING), key
+
+
+def _whole(config: RunConfig) -> dict[str, Any]:
+    """All settings of a run, with those that a preset of ours fills in: the same however they are spelled."""
+    science, shape = config.science(), shape_of(config)
+    return flat(science | {"model": science["model"] | shape["model"] | {"context": shape["context"]}})
 
 
 def _said(value: Any) -> str:

@@ -45,6 +45,8 @@ def reference_start(study: StudyConfig, cells: Iterable[Cell]) -> str:
         return starts
 
     starts = of(cells) or of(comparison_runs(study, {}) if not study.searched else search_runs(study))
+    if not any(map(any, starts.values())):  # no place to name: one start, or those of a search that has not ended
+        return " or ".join(starts)
     if len(starts) == 1:
         return next(iter(starts))
     return "; ".join(f"{', '.join(places)}: {start}" for start, places in starts.items())

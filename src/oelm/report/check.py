@@ -16,7 +16,7 @@ from .content import Content, content, numbers, placed
 from .html import render, render_several
 from .several import prefix, several
 
-_FIGURE = re.compile(r'<figure data-figure="([^"]*)" data-v="([^"]*)">.*?(<svg.*?</svg>)', re.DOTALL)
+_FIGURE = re.compile(r'<figure data-figure="([^"]*)" data-v="([^"]*)"[^>]*>.*?(<svg.*?</svg>)', re.DOTALL)
 _DRAWN = re.compile(r"<svg.*?</svg>", re.DOTALL)
 _WORDS = re.compile(r">([^<]*)<")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -190,7 +190,7 @@ def _alike(old: str, new: str) -> bool:
 
 def _markup(shown: str, derived: str) -> list[str]:
     """Where nothing a reader is told differs: a colour, a style, a script, which may hide or change what is told."""
-    lines = (_DRAWN.sub("", page).splitlines() for page in (shown, derived))
+    lines = (_DRAWN.sub("<svg>", page).splitlines() for page in (shown, derived))
     for number, (old, new) in enumerate(zip_longest(*lines, fillvalue=""), 1):
         if old != new:
             said = f"the page has {_short(old)}, this version writes {_short(new)}"

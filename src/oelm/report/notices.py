@@ -114,7 +114,7 @@ def _doubts(analysis: Analysis) -> list[str]:
         names = [f"{_at(arm.name, s.title)} (seeds {', '.join(map(str, seeds))})" for s, arm, seeds in same]
         texts.append(f"Runs of different seeds have the same losses, so they are one run: {_listed(names)}.")
     if unequal := other_counts(analysis):
-        names = [f"{_at(arm.name, s.title)} ({' or '.join(f'{n:,}' for n in counts)})" for s, arm, counts in unequal]
+        names = [f"{_at(arm.name, s.title)} ({' or '.join(counts)})" for s, arm, counts in unequal]
         texts.append(f"Not all seeds of an arm freeze or train the same number of weights: {_listed(names)}.")
     return texts
 
@@ -131,10 +131,9 @@ def _otherwise(analysis: Analysis) -> list[str]:
 def _repeated_text(analysis: Analysis) -> list[str]:
     """A longer training on the same text is not one on more text."""
     most = {s.title: max((run.passes or 0 for arm in s.arms for run in arm.runs), default=0) for s in analysis.settings}
-    found = [f"{title or 'the training'} ({times:.1f})" for title, times in most.items() if times > 1]
-    return (
-        [f"The training text was read more than once: {_listed(found)} times. New text was not tried."] if found else []
-    )
+    found = [f"{times:.1f} times{f' ({title})' if title else ''}" for title, times in most.items() if times >= 1.05]
+    what = "A longer training here means the same text again, not more text"
+    return [f"The training text was read {_listed(found)}. {what}."] if found else []
 
 
 def _too_few_seeds(analysis: Analysis) -> list[str]:
@@ -173,7 +172,8 @@ def _savings(analysis: Analysis, standing: str) -> list[str]:
             continue
         above = "all that the arm can save" if row.most is not None else "the ceiling of the matrix products"
         how = (
-            "Separate runs are no fair comparison of step times; oelm bench step makes one" if not row.interval
+            "Separate runs are no fair comparison of step times; oelm bench step makes one" if row.runs
+            else "There are too few turns for an interval, so this may be noise" if not row.interval
             else "The intervals reach below it, so this may be noise" if standing == "noise"
             else "Something other than freezing must differ" if row.most is not None
             else "The optimizer's time for weights that are not trained may be part of them: this timing is older and "

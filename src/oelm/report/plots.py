@@ -306,6 +306,8 @@ def _savings(analysis: Analysis, where: str) -> Figure:
             if row.interval:
                 axes.plot(row.interval, [y, y], color=INK, linewidth=1.1)
             axes.plot([row.ceiling] * 2, [y - 0.38, y + 0.38], color=INK, linewidth=2.2, solid_capstyle="butt")
+            if row.most is not None:
+                axes.plot([row.most] * 2, [y - 0.38, y + 0.38], color=MUTED, linewidth=1.1, solid_capstyle="butt")
         axes.axvline(0, color=INK, linewidth=0.9)
         axes.set_yticks(range(len(rows)), labels, color=INK)
         axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -316,10 +318,10 @@ def _savings(analysis: Analysis, where: str) -> Figure:
         axes.margins(x=0.12)
         axes.set_xlabel("step time saved against the reference")
 
-    data = [(r.arm, r.where, r.saving, r.interval, r.ceiling) for r in rows]
-    caption = "Thick mark: the ceiling, all that the freeze's arithmetic can save. " + (
-        "Thin line: interval." if analysis.benches else "Pale bars: separate processes, not timed in turns."
-    )
+    data = [(r.arm, r.where, r.saving, r.interval, r.ceiling, r.most) for r in rows]
+    mark = "Thin mark: the most that can be saved, where it is known. Line: interval."
+    mark = "Pale bars: separate processes, not timed in turns." if all(row.runs for row in rows) else mark
+    caption = f"Thick mark: the ceiling of the matrix products. {mark}"
     height = 0.95 + (0.46 if len(rows) < 6 else 0.3) * len(rows)
     title = f"Step time saved, and the ceiling{', on ' if where else ''}{where}"
     return draw_figure(f"savings.{where}", title, caption, data, draw, height, left=room_for(labels))

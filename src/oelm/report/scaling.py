@@ -10,6 +10,7 @@ from ..evidence.analysis import Analysis
 from ..evidence.compute import Needed, Ratio
 from ..evidence.scaling import KINDS, Axis, Fit, Kind, Miss, Prediction, Scaling
 from ..stats import Interval
+from ..study.published import HOW
 from .details import published_of
 from .elements import EMPTY, Cell, Number, Piece, Table, count_text, interval, p_text
 from .tables import arm_cell, number_key
@@ -48,8 +49,7 @@ def predicted(analysis: Analysis, found: list[Scaling]) -> tuple[Piece, ...]:
         start, *renamed, ".",
         " * Not to be relied on: what was measured departs from this law by more than seeds explain, or it missed runs "
         "that it had not seen." * ("*" in said),
-        " What is published is one pair of runs with a fixed rate for each, from weights with standard deviation 0.02 "
-        "and with GPT-2's tokenizer." * (PUBLISHED in said),
+        f" The published runs were {HOW}." * (PUBLISHED in said),
     )  # fmt: skip
 
 

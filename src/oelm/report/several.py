@@ -259,7 +259,8 @@ def _notices(analyses: Sequence[Analysis]) -> list[Notice]:
     for one, other in combinations(analyses, 2):
         if both := {cell.seed for cell, _ in one.compare} & {cell.seed for cell, _ in other.compare}:
             text = f"{one.study.name} and {other.study.name} have seeds in common ({', '.join(map(str, sorted(both)))})"
-            text += ": with the same model and text also starts and batches. Then neither confirms the other."
+            text += ". Where model and text are the same too, their runs start from the same weights and see the same "
+            text += "batches, so neither study confirms the other."
             found.append(Notice("note", text))
     text = (
         "Every verdict is corrected for the comparisons of its own study only. Picking the best of several studies "

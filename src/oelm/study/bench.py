@@ -91,7 +91,9 @@ def most_of_step(own: Contender, reference: Contender, optimizer: float, idle: f
     not train, or with their tensors if these are more of all, for part of its work comes once for each; and the time
     in which a GPU waits for the host.
     """
-    ceiling = max(1 - own.least.total / reference.least.total, 0.0)
+    ceiling = max(
+        0.0, *(1 - a.total / b.total for a, b in ((own.flops, reference.flops), (own.least, reference.least)))
+    )
     spared = 1 - min(own.report.trainable / reference.report.trainable, own.tensors / reference.tensors)
     return most_saved(ceiling, idle) + min(optimizer, 1 - (idle or 0.0)) * max(spared - ceiling, 0.0)
 

@@ -159,7 +159,8 @@ def _notes(study: StudyConfig, spread: Spread, detectable: float | None, some_ta
     notes += _looks(study)
     for name, shared in seeds_elsewhere(study).items():
         notes.append(
-            f"{name} beside it has seeds {', '.join(map(str, shared))} too: choose others for a second opinion"
+            f"{name} has the same model, text and seeds {', '.join(map(str, shared))}: its runs start from the same "
+            "weights and see the same batches, so neither study confirms the other"
         )
     if spared:
         notes.append(

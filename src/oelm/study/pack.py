@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ..integrity import parse_json, seal_holds, sealed
-from ..record import differences, is_claimed, read_run, write_bytes_atomically
+from ..record import METRICS, differences, is_claimed, read_run, write_bytes_atomically
 from ..validation import plain_path
 from .watch import design_of, read_study
 
@@ -68,7 +68,7 @@ def pack(folder: Path, out: Path, replace: bool = False) -> tuple[int, list[str]
         raise ValueError(f"{folder}: its records have {size:,} bytes, a packed study {LARGEST:,} at most")
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.is_file()}
     if out.exists() and not replace:
-        _check_loss(out, folder, files.keys())
+        _check_loss(out, folder, files)
     write_bytes_atomically(out, _archive(folder.resolve().name, files))
     return len(runs), [run.name for run in unfinished]
 
@@ -85,22 +85,28 @@ def _archive(study: str, files: dict[str, bytes]) -> bytes:
     return content.getvalue()
 
 
-def _check_loss(out: Path, folder: Path, packed: Iterable[str]) -> None:
-    """Raises if a packed study, maybe the only copy of its runs, holds what is not going to be packed in its place."""
+def _check_loss(out: Path, folder: Path, files: dict[str, bytes]) -> None:
+    """Raises if a packed study, maybe the only copy of its runs, holds what is not going to be packed in its place.
+
+    Timings, probes and samples may be measured again; a run's curve is what it was.
+    """
     study, ways = read_study(folder), "choose another file with -o, or give --replace to write over this one"
     try:
         before = opened(out)
         held = {path.relative_to(before).as_posix() for path in before.rglob("*") if path.is_file()}
         changed = differences(design_of(read_study(before)), design_of(study))
-        lost = (held - {*packed}) | (_finished(before, held) - _finished(folder, packed))
+        lost = (held - {*files}) | (_finished(before, held) - _finished(folder, files))
+        lost |= {name for name in held & {*files} if name.endswith(f"/{METRICS}")
+                 and (before / name).read_bytes() != files[name]}  # fmt: skip
     except (OSError, ValueError) as error:
         raise ValueError(f"{out}: is there already and cannot be read ({error}); {ways}") from None
     if changed:
         raise ValueError(f"{out}: holds a study of another design ({changed[0]}); {ways}")
     if lost:
         first, *more = sorted({name.partition("/")[0] for name in lost})
+        what = f"{first} and {len(more)} more" if more else first
         raise ValueError(
-            f"{out}: holds what {folder} lacks or has not finished: {first}{f' and {len(more)} more' if more else ''}; "
+            f"{out}: holds what {folder} lacks, has not finished or has otherwise: {what}; "
             f"unpack it with oelm study unpack and copy them into the folder, {ways}"
         )
 

@@ -114,11 +114,14 @@ def seed_lists(study: StudyConfig) -> list[list[int]]:
 
 
 def seeds_elsewhere(study: StudyConfig) -> dict[str, list[int]]:
-    """Studies beside this one, and its seeds that they have too: two verdicts from the same draws are not two."""
+    """Studies beside this one of the same model and text, and its seeds that they have too: two verdicts from the
+    same draws are not two."""
     found, ours = {}, {*chain(*seed_lists(study))}
     for path in sorted(study.folder.parent.glob("*/study.json")):
         with suppress(OSError, ValueError):  # whoever reads that study says what is wrong with it
-            if path.parent != study.folder and (both := ours & {*chain(*seed_lists(read_study(path.parent)))}):
+            other = read_study(path.parent)
+            same = all(other.base.get(key) == study.base.get(key) for key in ("model", "data", "task"))
+            if same and path.parent != study.folder and (both := ours & {*chain(*seed_lists(other))}):
                 found[path.parent.name] = sorted(both)
     return found
 

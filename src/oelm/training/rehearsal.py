@@ -117,7 +117,7 @@ def rehearse(config: RunConfig) -> str:
         [
             str(report),
             f"one step on {shape}: loss {loss.item():.4f}, {seconds:.1f} s{frozen}",
-            f"FLOP ceiling: freezing saves at most {flops.ceiling:.1%} of a step",
+            f"FLOP ceiling: freezing removes {flops.ceiling:.1%} of the matrix products of a step",
             "dry run: random weights, no text read, nothing written",
         ]
     )
