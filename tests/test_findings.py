@@ -12,7 +12,9 @@ from test_ground import ROOT
 
 from oelm import stats
 from oelm.evidence.analysis import analyse
+from oelm.report.check import check_report
 from oelm.report.content import content, numbers
+from oelm.study.pack import page_of
 
 pytestmark = pytest.mark.xdist_group("results")  # one process reads them all, once
 STUDIES = sorted((ROOT / "results").glob("*.tar.xz"))
@@ -25,6 +27,14 @@ RESULT = re.compile(
 @cache
 def read(path):
     return analyse(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.name.removesuffix(".tar.xz"))
+def test_a_published_page_says_what_its_records_say(path):
+    """But for the markup, which a change of the page's looks leaves behind."""
+    differences = check_report(path, page_of(path)).differences
+    assert [difference for difference in differences if not difference.startswith("markup: ")] == []
 
 
 def ratios(mean, interval):

@@ -163,6 +163,15 @@ def test_an_arm_of_another_training_is_no_reference(tmp_path):
     assert "trained otherwise: model.positions = relative" in " ".join(n.text for n in notices(look))
 
 
+def test_what_only_some_environments_name_differs_too(tmp_path):
+    """Whichever comes first: a newer version may record more of its machine."""
+    fake_study(tmp_path / "s", search=False)
+    for n, path in enumerate(sorted((tmp_path / "s").glob("*/run.json"))[:3]):
+        facts = json.loads(path.read_text())["environment"]
+        edit(path, environment=facts | {f"fact {n}": True})
+    assert "4 environments, which differ in: fact 0, fact 1, fact 2; see" in said(tmp_path / "s", "note")
+
+
 def test_text_that_was_read_more_than_once_is_said(tmp_path):
     fake_study(tmp_path / "s")
     assert "text was read" not in said(tmp_path / "s", "note")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from ..evidence.analysis import Analysis
@@ -263,7 +264,7 @@ def _machines(analysis: Analysis) -> list[str]:
     found = [json.loads(text) for text in {run.environment for run in analysis.runs()}]
     if len(found) < 2:
         return []
-    differing = sorted(key for key in found[0] if len({json.dumps(e.get(key)) for e in found}) > 1)
+    differing = sorted(key for key in {*chain(*found)} if len({json.dumps(e.get(key)) for e in found}) > 1)
     what = "version of the source" if differing == ["git"] else ", ".join(differing)
     return [f"The runs come from {len(found)} environments, which differ in: {what}; see “Where it ran”."]
 
